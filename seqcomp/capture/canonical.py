@@ -1,0 +1,405 @@
+"""Rewrites that hold in the global view and make a capture simpler to place.
+
+Each pass takes and returns the graph's owner and keeps its meaning: assertions become facts of the
+capture, operations without effect go, in-place operations become plain ones, a mean loss over
+tokens becomes sum / count, and a label shift written as a slice of the logits moves to the labels.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
+from seqcomp.capture.export import Capture
+from seqcomp.capture.sizes import LENGTH_SYMBOL, expression
+from seqcomp.diagnostics import PlanError, diagnostic
+
+aten = torch.ops.aten
+_WHOLE = 2**62
+
+
+def canonicalise(capture: Capture) -> Capture:
+    """Runs the passes in order."""
+    for step in (
+        drop_asserts_pass,
+        inline_regions_pass,
+        functional_pass,
+        drop_identities_pass,
+        refuse_random_pass,
+        shift_labels_pass,
+        mean_loss_pass,
+    ):
+        step(capture)
+        capture.graph.eliminate_dead_code()
+        capture.graph.lint()
+    return capture
+
+
+def drop_asserts_pass(capture: Capture) -> None:
+    """Assertions on sizes are kept as facts (Capture.accepts); those on dtypes are dropped.
+
+    A dtype assertion would bake the autocast state in effect at the capture, which is part of
+    the variant's key already.
+    """
+    for node in list(capture.graph.nodes):
+        name = op_name(node) if node.op == "call_function" else ""
+        if name == "aten._assert_tensor_metadata":
+            capture.graph.erase_node(node)
+        elif name in ("aten._assert_scalar", "aten.sym_constrain_range_for_size"):
+            value = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
+            if isinstance(value, torch.SymBool):
+                expr = value.node.expr.xreplace(dict(capture.canonical))
+                if expr.free_symbols - set(capture.hints):
+                    raise _refuse_data_dependent(node)
+                capture.checks.append(expr)
+            capture.graph.erase_node(node)
+
+
+def _refuse_data_dependent(node: Node) -> PlanError:
+    return PlanError(
+        [
+            diagnostic(
+                "SC311",
+                where=place_of(node),
+                found="a size or branch that depends on tensor values",
+                legal="shapes that depend on input shapes alone",
+                help="compute it outside of the model and pass it in",
+            )
+        ]
+    )
+
+
+def inline_regions_pass(capture: Capture) -> None:
+    """no_grad regions (higher-order ops) are inlined; what leaves them is detached."""
+    for node in list(capture.graph.nodes):
+        if node.op != "call_function" or op_name(node) != "wrap_with_set_grad_enabled":
+            continue
+        enabled, body, *operands = node.args
+        module = _submodule(capture.graph, body)
+        inner = [n for n in module.graph.nodes if n.op == "placeholder"]
+        mapping: dict[Node, Any] = dict(zip(inner, operands, strict=True))
+        with capture.graph.inserting_before(node):
+            for sub in module.graph.nodes:
+                if sub.op in ("placeholder", "output"):
+                    continue
+                mapping[sub] = capture.graph.node_copy(sub, lambda n: mapping[n])
+        results = module.graph.output_node().args[0]
+        editor = Editor(capture)
+        outs: list[Any] = []
+        for result in results:
+            value = mapping[result] if isinstance(result, Node) else result
+            if not enabled and is_tensor(value) and value.meta["val"].is_floating_point():
+                value = editor.call(aten.detach.default, (value,), before=node)
+            outs.append(value)
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(outs[user.args[1]])
+            capture.graph.erase_node(user)
+        capture.graph.erase_node(node)
+
+
+def _submodule(graph: torch.fx.Graph, node: Node) -> torch.fx.GraphModule:
+    assert graph.owning_module is not None
+    return graph.owning_module.get_submodule(str(node.target))
+
+
+def functional_pass(capture: Capture) -> None:
+    """x.op_(y) becomes x.op(y) where nothing else can see the change; otherwise refused."""
+    editor = Editor(capture)
+    for node in list(capture.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        schema = node.target._schema
+        if not schema.is_mutable:
+            continue
+        if schema.name in ("aten::dropout_", "aten::feature_dropout_"):
+            continue
+        base = node.args[0]
+        plain = getattr(aten, schema.name.removeprefix("aten::").rstrip("_"), None)
+        overload = getattr(plain, node.target._overloadname, None) if plain else None
+        later = _later_users(base, node) if isinstance(base, Node) else []
+        if (
+            overload is None
+            or not schema.name.endswith("_")
+            or not isinstance(base, Node)
+            or base.op == "placeholder"
+            or _may_alias(base)
+            or any(_is_view(user) for user in base.users if user is not node)
+        ):
+            raise PlanError(
+                [
+                    diagnostic(
+                        "SC307",
+                        where=place_of(node),
+                        found=f"the in-place operation {node.target}",
+                        legal="in-place operations on values that nothing else aliases",
+                        help="use the out-of-place form",
+                    )
+                ]
+            )
+        new = editor.call(overload, node.args, node.kwargs, before=node)
+        for user in later:
+            user.replace_input_with(base, new)
+        editor.replace(node, new)
+
+
+def _later_users(base: Node, node: Node) -> list[Node]:
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    return [user for user in base.users if order[user] > order[node]]
+
+
+def _is_view(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(
+        r.alias_info is not None for r in target._schema.returns
+    )
+
+
+_MAY_RETURN_INPUT = ("aten.to", "aten.contiguous", "aten.reshape", "aten.dropout", "aten.type_as")
+
+
+def _may_alias(node: Node) -> bool:
+    return _is_view(node) or (node.op == "call_function" and op_name(node) in _MAY_RETURN_INPUT)
+
+
+def drop_identities_pass(capture: Capture) -> None:
+    """Aliases, casts to the same dtype, whole slices and dropout that is off are removed."""
+    for node in list(capture.graph.nodes):
+        if node.op != "call_function" or not is_tensor(node):
+            continue
+        source = node.args[0] if node.args else None
+        if not is_tensor(source):
+            continue
+        if _is_identity(capture, node, source):
+            node.replace_all_uses_with(source)
+            capture.graph.erase_node(node)
+
+
+def _is_identity(capture: Capture, node: Node, source: Node) -> bool:
+    name = op_name(node)
+    new, old = node.meta["val"], source.meta["val"]
+    if name in ("aten.alias", "aten.lift_fresh_copy"):
+        return True
+    if name == "aten.to":
+        same = new.dtype == old.dtype and new.device == old.device
+        return same and not argument(node, 3, "copy", False)
+    if name in ("aten.expand", "aten.slice"):
+        return capture.shape(node) == capture.shape(source)
+    if name in ("aten.dropout", "aten.feature_dropout"):
+        return not node.args[2] or node.args[1] == 0.0
+    return False
+
+
+def refuse_random_pass(capture: Capture) -> None:
+    """Random numbers would differ between ranks and from one device: refused by name."""
+    found = []
+    for node in capture.graph.nodes:
+        if node.op != "call_function":
+            continue
+        target = node.target
+        if op_name(node) in ("aten.dropout", "aten.feature_dropout", "aten.dropout_"):
+            found.append((node, "SC913", f"dropout p={node.args[1]} in train mode"))
+        elif (
+            op_name(node) == "aten.scaled_dot_product_attention"
+            and argument(node, 4, "dropout_p", 0.0) > 0
+        ):
+            found.append((node, "SC304", f"attention dropout p={argument(node, 4, 'dropout_p')}"))
+        elif (
+            isinstance(target, torch._ops.OpOverload)
+            and torch.Tag.nondeterministic_seeded in target.tags
+            and op_name(node) != "aten.scaled_dot_product_attention"
+        ):
+            found.append((node, "SC308", str(target)))
+    if found:
+        raise PlanError(
+            [
+                diagnostic(
+                    code,
+                    where=place_of(node),
+                    found=what,
+                    legal="no random numbers inside the forward",
+                    help="set dropout to 0, or call eval() first"
+                    if "dropout" in what
+                    else "draw the numbers outside of the model and pass them in",
+                )
+                for node, code, what in found
+            ]
+        )
+
+
+# Operations through which a slice of the sequence may move: each token on its own.
+_TOKEN_WISE = {"aten.linear", "aten.contiguous", "aten.clone", "aten.to", "aten.rms_norm"}
+_RESHAPES = {"aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten"}
+_LOSSES = {"aten.cross_entropy_loss", "aten.nll_loss_nd"}
+
+
+def shift_labels_pass(capture: Capture) -> None:
+    """cross_entropy(f(x[:, :-k]), y[:, k:]) -> cross_entropy(f(x), y padded with ignore_index).
+
+    The same sum and the same count of valid labels, but no slice along the sequence of an
+    activation: labels are integers on the global sequence, where shifting costs nothing.
+    """
+    for node in list(capture.graph.nodes):
+        if node.op == "call_function" and op_name(node) in _LOSSES:
+            _move_shift(capture, node)
+
+
+def _move_shift(capture: Capture, loss: Node) -> None:
+    reduction = argument(loss, 3, "reduction", 1)
+    target = loss.args[1]
+    if reduction == 0 or not is_tensor(target) or target.meta["val"].is_floating_point():
+        return
+    chain: list[Node] = []
+    node = loss.args[0]
+    while is_tensor(node) and len(node.users) == 1 and _moves_through(node):
+        chain.append(node)
+        node = node.args[0]
+    if not is_tensor(node) or node.op != "call_function" or op_name(node) != "aten.slice":
+        return
+    source, dim, start, stop = node.args[0], *_slice_bounds(node)
+    dim %= source.meta["val"].ndim
+    full, cut = capture.shape(source), capture.shape(node)
+    if dim == source.meta["val"].ndim - 1 or not full[dim].has(LENGTH_SYMBOL) or start < 0:
+        return
+    missing_right = sympy.expand(full[dim] - cut[dim] - start)
+    if not missing_right.is_Integer:
+        return
+    if any(argument(n, 4, "step", 1) != 1 for n in (node,)):
+        return
+    editor = Editor(capture)
+    labels = _padded_labels(
+        capture, editor, loss, cut[:dim], cut[dim], start, int(missing_right)
+    )
+    if labels is None:
+        return
+    value = source
+    for step in reversed(chain):
+        args = [value, *step.args[1:]]
+        if op_name(step) in _RESHAPES:
+            args = [value, *_reshape_to_logits(step, loss)]
+            value = editor.call(aten.reshape.default, args, before=loss, like=step)
+        else:
+            value = editor.call(step.target, args, step.kwargs, before=loss, like=step)
+    loss.replace_input_with(loss.args[0], value)
+    loss.replace_input_with(target, labels)
+
+
+def _moves_through(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    name = op_name(node)
+    if name in _RESHAPES:
+        return len(node.meta["val"].shape) == 2
+    if name in _TOKEN_WISE:
+        return True
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and torch.Tag.pointwise in node.target.tags
+        and sum(is_tensor(a) for a in node.args) == 1
+    )
+
+
+def _slice_bounds(node: Node) -> tuple[int, int, Any]:
+    dim = argument(node, 1, "dim", 0)
+    start = argument(node, 2, "start", 0) or 0
+    return dim, start if isinstance(start, int) else -1, argument(node, 3, "end", _WHOLE)
+
+
+def _reshape_to_logits(step: Node, loss: Node) -> list[Any]:
+    return [[-1, step.meta["val"].shape[-1]]]
+
+
+def _padded_labels(
+    capture: Capture,
+    editor: Editor,
+    loss: Node,
+    lead: tuple[Any, ...],
+    cut: Any,
+    left: int,
+    right: int,
+) -> Node | None:
+    target = loss.args[1]
+    ignore = argument(loss, 4, "ignore_index", -100)
+    flat = sympy.expand(sympy.prod(lead) * cut)
+    shape = capture.shape(target)
+    value = target
+    if shape == (flat,) and len(lead) == 1:
+        before = _before_flatten(capture, target, (*lead, cut))
+        if before is None:
+            return None
+        value = before
+    elif shape != (*lead, cut):
+        return None
+    dim = len(lead)
+    parts = [value]
+    for count, at in ((left, 0), (right, 1)):
+        if count:  # pad would do, but it specialises symbolic sizes on fake tensors
+            like = editor.call(aten.slice.Tensor, (value, dim, 0, count), before=loss)
+            filled = editor.call(aten.full_like.default, (like, ignore), before=loss)
+            parts.insert(at * len(parts), filled)
+    padded = editor.call(aten.cat.default, (parts, dim), before=loss)
+    if shape == (flat,):
+        padded = editor.call(aten.reshape.default, (padded, [-1]), before=loss)
+    return padded
+
+
+def _before_flatten(capture: Capture, target: Node, shape: tuple[Any, ...]) -> Node | None:
+    node = target
+    while is_tensor(node) and node.op == "call_function":
+        if capture.shape(node) == shape:
+            return node
+        if op_name(node) not in _RESHAPES | {"aten.contiguous", "aten.to", "aten.clone"}:
+            return None
+        node = node.args[0]
+    return node if is_tensor(node) and capture.shape(node) == shape else None
+
+
+def mean_loss_pass(capture: Capture) -> None:
+    """A mean token loss becomes sum / count, both over the global batch.
+
+    The count is taken from the labels alone (weights included), so that it needs no activation.
+    The mean of per-rank means is another number as soon as valid labels are spread unevenly.
+    """
+    editor = Editor(capture)
+    for node in list(capture.graph.nodes):
+        if node.op != "call_function" or op_name(node) not in _LOSSES:
+            continue
+        if argument(node, 3, "reduction", 1) != 1:
+            continue
+        logits, target = node.args[:2]
+        weight = argument(node, 2, "weight")
+        ignore = argument(node, 4, "ignore_index", -100)
+        classes = logits.meta["val"].shape[1 if logits.meta["val"].ndim > 1 else 0]
+        rest = list(node.args[4:])
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in ("weight", "reduction")}
+        total = editor.call(node.target, (logits, target, weight, 2, *rest), kwargs, before=node)
+        dtype = total.meta["val"].dtype
+        if target.meta["val"].is_floating_point():
+            ones = editor.call(aten.ones_like.default, (target,), before=node)
+            number = editor.call(aten.sum.default, (ones,), before=node)
+            count = editor.call(aten.div.Scalar, (number, classes), before=node)
+        else:
+            valid = editor.call(aten.ne.Scalar, (target, ignore), before=node)
+            if weight is not None:
+                safe = editor.call(aten.clamp.default, (target, 0), before=node)
+                each = editor.call(aten.embedding.default, (_column(editor, weight, node), safe),
+                                   before=node)  # fmt: skip
+                flat = editor.call(aten.squeeze.dim, (each, -1), before=node)
+                valid = editor.call(aten.mul.Tensor, (flat, valid), before=node)
+            count = editor.call(aten.sum.default, (valid,), before=node)
+        count = editor.call(aten.to.dtype, (count, dtype), before=node)
+        editor.replace(node, editor.call(aten.div.Tensor, (total, count), before=node))
+
+
+def _column(editor: Editor, weight: Node, before: Node) -> Node:
+    return editor.call(aten.unsqueeze.default, (weight, 1), before=before)
+
+
+def canonical_sizes(capture: Capture, node: Node) -> sympy.Expr:
+    """Size expression of a node that stands for an integer."""
+    return expression(node.meta["val"], capture.canonical)

@@ -1,0 +1,86 @@
+"""Small helpers to read and write captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from seqcomp.capture.export import Capture
+
+
+def op_name(node: Node) -> str:
+    """'aten.linear' for an ATen call whatever its overload, else the function's own name."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.replace("::", ".")
+    return getattr(target, "__name__", str(target))
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def module_path(node: Node) -> str:
+    """Path of the module whose forward makes this node ('' for the root)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return scope_of(stack)[-1][1] if scope_of(stack) else ""
+
+
+def scope_of(stack: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """(call key, module path) per level, the root left out; the key tells repeated calls apart."""
+    return tuple(
+        (str(key), str(entry[0]))
+        for key, entry in stack.items()
+        if isinstance(entry, tuple)
+        and entry[0]
+        and not str(entry[0]).startswith("_empty_nn_module_stack")
+    )
+
+
+def place_of(node: Node) -> str:
+    """'module.path: op (node)' for messages."""
+    return f"{module_path(node) or '<root>'}: {op_name(node)} ({node.name})"
+
+
+def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument that may be given by position or by name."""
+    if len(node.args) > index:
+        return node.args[index]
+    return node.kwargs.get(name, default)
+
+
+def value_of(item: Any) -> Any:
+    return map_arg(item, lambda n: n.meta["val"])
+
+
+class Editor:
+    """Inserts calls into a captured graph, with shapes computed on fake tensors."""
+
+    def __init__(self, capture: Capture):
+        self.capture = capture
+        self.graph = capture.graph
+
+    def call(
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        before: Node,
+        like: Node | None = None,
+    ) -> Node:
+        like = like or before
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(target, tuple(args), dict(kwargs or {}))
+        node.meta["nn_module_stack"] = dict(like.meta.get("nn_module_stack") or {})
+        with self.capture.fake_mode, torch.no_grad():
+            node.meta["val"] = target(*value_of(node.args), **value_of(node.kwargs))
+        return node
+
+    def replace(self, old: Node, new: Node) -> None:
+        old.replace_all_uses_with(new)
+        self.graph.erase_node(old)

@@ -1,0 +1,284 @@
+"""torch.export of one call, in the global view, on fake tensors.
+
+The graph that comes out is for the *global* batch and the *full* sequence; nothing in it knows
+about ranks. Batch and sequence are symbolic where the model allows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from seqcomp.capture.call import BATCH, SEQ, Call, InputDims
+from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, Size, expression
+from seqcomp.diagnostics import PlanError, diagnostic
+
+
+@dataclass
+class Capture:
+    """A captured call. Shapes in `node.meta['val']` are global."""
+
+    graph: torch.fx.Graph
+    state: dict[str, str]  # placeholder name -> name of the parameter, buffer or constant
+    parameters: frozenset[str]  # placeholders that are parameters
+    constants: dict[str, torch.Tensor]  # lifted constants by name
+    inputs: tuple[str, ...]  # placeholder per leaf of the call
+    dims: tuple[InputDims | None, ...]
+    output_names: tuple[str, ...]
+    out_spec: pytree.TreeSpec
+    canonical: dict[sympy.Symbol, Size]
+    hints: dict[sympy.Symbol, int]
+    batch: Size | None
+    length: Size | None
+    ranges: dict[sympy.Symbol, Any]
+    fake_mode: FakeTensorMode
+    checks: list[sympy.Basic] = field(default_factory=list)
+
+    def shape(self, node: torch.fx.Node) -> tuple[Size, ...]:
+        """Global shape of a tensor node in B and S."""
+        cached = node.meta.get("sc_shape")
+        if cached is None:
+            cached = tuple(expression(size, self.canonical) for size in node.meta["val"].shape)
+            node.meta["sc_shape"] = cached
+        return cached
+
+    def accepts(self, batch: int | None, length: int | None) -> bool:
+        """Whether the graph holds for these global sizes (what was specialised, what was asserted)."""
+        values = {BATCH_SYMBOL: batch, LENGTH_SYMBOL: length}
+        for role, size in ((self.batch, batch), (self.length, length)):
+            if role is not None and size is not None and role.is_Integer and int(role) != size:
+                return False
+        known = {k: v for k, v in values.items() if v is not None}
+        for symbol, bounds in self.ranges.items():
+            value = symbol.subs(known)
+            if value.is_Integer and not (bounds.lower <= value <= bounds.upper):
+                return False
+        return all(check.subs(known) is not sympy.false for check in self.checks)
+
+
+def export_call(
+    module: torch.nn.Module,
+    call: Call,
+    dims: Sequence[InputDims | None],
+    *,
+    data_degree: int,
+    where: str,
+) -> Capture:
+    """Captures `call` with the batch of all data ranks.
+
+    Raises PlanError SC301 with the cause when torch.export cannot capture the module.
+    """
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    leaves = [_example(leaf, dim, data_degree, fake_mode) for leaf, dim in _pairs(call, dims)]
+    args, kwargs = pytree.tree_unflatten(leaves, call.treespec)
+    shapes = [_dynamic(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+    arg_shapes, kwarg_shapes = pytree.tree_unflatten(shapes, call.treespec)
+    dynamic = tuple(arg_shapes) + tuple(kwarg_shapes.values())
+    try:
+        with _quiet():
+            exported = torch.export.export(
+                module,
+                tuple(args),
+                dict(kwargs),
+                dynamic_shapes=dynamic,
+                strict=False,
+                prefer_deferred_runtime_asserts_over_guards=True,
+            )
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            [
+                diagnostic(
+                    "SC301",
+                    where=where,
+                    found=f"{type(error).__name__}: {_first_lines(str(error))}",
+                    legal="a module that torch.export.export(..., strict=False) captures whole",
+                    help="make the forward free of data-dependent Python control flow "
+                    "(torch.export.draft_export lists every place)",
+                )
+            ]
+        ) from error
+    return _capture(exported, dims, fake_mode)
+
+
+def _pairs(call: Call, dims: Sequence[InputDims | None]) -> list[tuple[Any, InputDims | None]]:
+    return list(zip(call.leaves, dims, strict=True))
+
+
+def _example(leaf: Any, dims: InputDims | None, data_degree: int, mode: FakeTensorMode) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    assert dims is not None
+    shape = [
+        size * data_degree if role == BATCH else size
+        for size, role in zip(leaf.shape, dims.dims, strict=True)
+    ]
+    with mode:
+        return torch.empty(
+            shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad
+        )
+
+
+def _dynamic(leaf: Any, dims: InputDims | None) -> Any:
+    if dims is None:
+        return None
+    return {
+        i: torch.export.Dim.AUTO
+        for i, role in enumerate(dims.dims)
+        if role is not None and leaf.shape[i] > 1
+    }
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _first_lines(text: str, count: int = 4) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return " / ".join(lines[:count])
+
+
+def _capture(
+    exported: torch.export.ExportedProgram,
+    dims: Sequence[InputDims | None],
+    fake_mode: FakeTensorMode,
+) -> Capture:
+    signature = exported.graph_signature
+    mutated = [
+        spec.target
+        for spec in signature.output_specs
+        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+    ]
+    if mutated:
+        raise PlanError(
+            [
+                diagnostic(
+                    "SC307",
+                    where=str(name),
+                    found="forward writes to it",
+                    legal="a forward that leaves its buffers and inputs as they are",
+                    help="move the update out of forward, or put the module in eval() mode",
+                )
+                for name in mutated
+            ]
+        )
+    graph = exported.graph
+    state, parameters, constants, inputs = {}, set(), {}, []
+    for spec in signature.input_specs:
+        name = getattr(spec.arg, "name", None)
+        if spec.kind is InputKind.USER_INPUT:
+            inputs.append(name)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            state[name] = spec.target
+            if spec.kind is InputKind.PARAMETER:
+                parameters.add(name)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            state[name] = spec.target
+            constants[spec.target] = exported.constants[spec.target]
+        else:
+            raise PlanError(
+                [
+                    diagnostic(
+                        "SC301",
+                        where=str(spec.target),
+                        found=str(spec.kind),
+                        legal="tensors, numbers, None and containers of them",
+                        help="pass plain tensors",
+                    )
+                ]
+            )
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    canonical, hints, batch, length = _canonical(placeholders, inputs, dims)
+    output = graph.output_node()
+    out_spec = exported.call_spec.out_spec
+    ranges = {
+        canonical.get(symbol, symbol): bounds
+        for symbol, bounds in exported.range_constraints.items()
+    }
+    return Capture(
+        graph=graph,
+        state=state,
+        parameters=frozenset(parameters),
+        constants=constants,
+        inputs=tuple(inputs),
+        dims=tuple(dims),
+        output_names=_output_names(out_spec, len(output.args[0])),
+        out_spec=out_spec,
+        canonical=canonical,
+        hints=hints,
+        batch=batch,
+        length=length,
+        ranges=ranges,
+        fake_mode=_mode_of(graph) or fake_mode,
+    )
+
+
+def _mode_of(graph: torch.fx.Graph) -> FakeTensorMode | None:
+    for node in graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None:
+            return mode
+    return None
+
+
+def _canonical(
+    placeholders: Mapping[str, torch.fx.Node],
+    inputs: Sequence[str],
+    dims: Sequence[InputDims | None],
+) -> tuple[dict[sympy.Symbol, Size], dict[sympy.Symbol, int], Size | None, Size | None]:
+    canonical: dict[sympy.Symbol, Size] = {}
+    hints: dict[sympy.Symbol, int] = {}
+    found: dict[str, Size] = {}
+    symbols = {BATCH: BATCH_SYMBOL, SEQ: LENGTH_SYMBOL}
+    static: dict[str, int] = {}
+    for name, dim in zip(inputs, dims, strict=True):
+        if dim is None:
+            continue
+        shape = placeholders[name].meta["val"].shape
+        for size, role in zip(shape, dim.dims, strict=True):
+            if role is not None and not isinstance(size, torch.SymInt):
+                static.setdefault(role, int(size))
+    for name, dim in zip(inputs, dims, strict=True):
+        if dim is None:
+            continue
+        shape = placeholders[name].meta["val"].shape
+        for size, role in zip(shape, dim.dims, strict=True):
+            if role is None or not isinstance(size, torch.SymInt):
+                continue
+            expr = size.node.expr
+            hint = int(size.node.hint)
+            if not expr.is_Symbol:
+                continue
+            # One input of a role that torch specialised fixes the size for all of them.
+            target = sympy.Integer(hint) if static.get(role) == hint else symbols[role]
+            canonical[expr] = target
+            hints[symbols[role]] = hint
+            found[role] = target
+    for role, size in static.items():
+        found.setdefault(role, sympy.Integer(size))
+    return canonical, hints, found.get(BATCH), found.get(SEQ)
+
+
+def _output_names(spec: pytree.TreeSpec, count: int) -> tuple[str, ...]:
+    tree = pytree.tree_unflatten(list(range(count)), spec)
+    paths, _ = pytree.tree_flatten_with_path(tree)
+    names = [""] * count
+    for path, index in paths:
+        names[index] = ".".join(
+            str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path
+        )
+    return tuple(name or "output" for name in names)

@@ -1,0 +1,99 @@
+"""What the plan's rules need to know about a model, read from a capture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from seqcomp.capture.call import bind_call, classify_inputs, signature_of
+from seqcomp.capture.canonical import canonicalise
+from seqcomp.capture.edit import op_name
+from seqcomp.capture.export import Capture, export_call
+from seqcomp.capture.recognise import AttentionInfo, recognise_attention
+from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.layout.masks import Causal, Full
+from seqcomp.plan.facts import AttentionFacts, ModelFacts
+
+
+def facts_of(
+    capture: Capture, attentions: tuple[AttentionInfo, ...], module: torch.nn.Module
+) -> ModelFacts:
+    """Facts of a captured call."""
+    hidden, vocab = 0, None
+    for node in capture.graph.nodes:
+        if node.op == "call_function" and op_name(node) == "aten.embedding":
+            size = int(node.args[0].meta["val"].shape[0])
+            vocab = vocab or size
+            hidden = hidden or int(node.args[0].meta["val"].shape[1])
+    config = getattr(module, "config", None)
+    return ModelFacts(
+        attentions=tuple(
+            AttentionFacts(
+                where=a.where,
+                heads=a.heads,
+                kv_heads=a.kv_heads,
+                head_dim=a.head_dim,
+                causal=a.causal,
+                mask=mask_name(a),
+            )
+            for a in attentions
+        ),
+        hidden=hidden,
+        mlp_width=getattr(config, "intermediate_size", None),
+        layers=len({a.where for a in attentions}),
+        vocab=vocab,
+    )
+
+
+def mask_name(info: AttentionInfo) -> str:
+    """'full', 'causal' or 'other'."""
+    if info.mask == Full():
+        return "full"
+    return "causal" if isinstance(info.mask, Causal) else "other"
+
+
+def model_facts(module: torch.nn.Module, example: Mapping[str, Any] | None = None) -> ModelFacts:
+    """Facts of a module from one capture on fake tensors; nothing is computed.
+
+    `example` are keyword arguments of a call (fake or real tensors). Without them a call is made
+    up for models that take `input_ids`. Raises PlanError: SC309 where no call can be made up,
+    SC301 where the model cannot be captured.
+    """
+    signature = signature_of(module.forward)
+    kwargs = dict(example) if example is not None else example_call(module)
+    call = bind_call(
+        signature, (), kwargs, where=type(module).__name__, stateless=makes_cache(module)
+    )
+    dims = classify_inputs(call, lambda name: None)
+    with torch.no_grad():
+        capture = export_call(module, call, dims, data_degree=1, where=type(module).__name__)
+    canonicalise(capture)
+    return facts_of(capture, recognise_attention(capture, module), module)
+
+
+def example_call(module: torch.nn.Module, length: int = 32, batch: int = 2) -> dict[str, Any]:
+    """A call of a model that takes token ids. Raises PlanError SC309 for others."""
+    parameters = signature_of(module.forward).parameters
+    name = next((n for n in ("input_ids", "tokens", "ids") if n in parameters), None)
+    if name is None:
+        raise PlanError(
+            [
+                diagnostic(
+                    "SC309",
+                    where=type(module).__name__,
+                    found=f"forward({', '.join(parameters)})",
+                    legal="a forward that takes input_ids, tokens or ids; or example_inputs",
+                    help="pass example_inputs={...} with the arguments of one call",
+                )
+            ]
+        )
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return {name: torch.empty((batch, length), dtype=torch.long, device=device)}
+
+
+def makes_cache(module: torch.nn.Module) -> bool:
+    """Whether the model would make a KV cache by its own default (transformers)."""
+    takes = "use_cache" in signature_of(module.forward).parameters
+    return takes or bool(getattr(getattr(module, "config", None), "use_cache", False))

@@ -1,0 +1,165 @@
+"""Finds every attention of a capture and what it is: heads, KV heads, mask, scale.
+
+`aten.scaled_dot_product_attention` becomes a call of `attention` with the KV heads as they are
+stored (a repetition for grouped queries is undone: otherwise K/V would travel Hq/Hkv times too
+heavy) and no mask operand; the mask is a description in `node.meta["attention"]`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from seqcomp.capture.edit import argument, is_tensor, module_path, op_name
+from seqcomp.capture.export import Capture
+from seqcomp.capture.masks import MaskReader
+from seqcomp.layout.masks import Causal, Full, Mask
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class AttentionInfo:
+    """One attention: q [B, heads, Sq, head_dim], k and v [B, kv_heads, Skv, ...].
+
+    `mask` is None when it has no description; `mask_found` then says what stands there.
+    """
+
+    where: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    mask: Mask | None
+    scale: float
+    mask_found: str = ""
+
+    @property
+    def causal(self) -> bool:
+        return isinstance(self.mask, Causal)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float):
+    """The operation that attention nodes stand for, on one device."""
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def recognise_attention(capture: Capture, module: torch.nn.Module) -> tuple[AttentionInfo, ...]:
+    """Rewrites the attentions of a capture in place and returns them in order."""
+    state = dict(module.named_buffers(remove_duplicate=False))
+
+    def constant(node: Node) -> Tensor | None:
+        name = capture.state.get(node.name)
+        return state.get(name, capture.constants.get(name)) if name else None
+
+    reader = MaskReader(capture, constant)
+    found = []
+    for node in list(capture.graph.nodes):
+        if node.op != "call_function" or op_name(node) != "aten.scaled_dot_product_attention":
+            continue
+        if node.args[0].meta["val"].ndim != 4:
+            continue
+        info = _rewrite(capture, reader, node)
+        found.append(info)
+    capture.graph.eliminate_dead_code()
+    return tuple(found)
+
+
+def _rewrite(capture: Capture, reader: MaskReader, node: Node) -> AttentionInfo:
+    q, k, v = node.args[:3]
+    mask_node = argument(node, 3, "attn_mask")
+    causal = bool(argument(node, 5, "is_causal", False))
+    scale = argument(node, 6, "scale")
+    key_source, value_source = _ungrouped(capture, k), _ungrouped(capture, v)
+    if key_source is not None and value_source is not None:
+        k, v = key_source, value_source
+    head_dim = int(q.meta["val"].shape[-1])
+    scale = float(scale) if scale is not None else 1.0 / math.sqrt(head_dim)
+    mask, found = _read_mask(reader, mask_node, causal, capture, q, k)
+    info = AttentionInfo(
+        where=module_path(node) or "<root>",
+        heads=int(q.meta["val"].shape[1]),
+        kv_heads=int(k.meta["val"].shape[1]),
+        head_dim=head_dim,
+        value_dim=int(v.meta["val"].shape[-1]),
+        mask=mask,
+        scale=scale,
+        mask_found=found,
+    )
+    keep_mask = mask_node if mask is None or _needs_operand(mask) else None
+    with capture.graph.inserting_before(node):
+        new = capture.graph.call_function(
+            attention, (q, k, v, keep_mask, mask == Causal(0), scale)
+        )
+    new.meta.update(node.meta)
+    new.meta["attention"] = info
+    node.replace_all_uses_with(new)
+    capture.graph.erase_node(node)
+    return info
+
+
+def _needs_operand(mask: Mask) -> bool:
+    """Masks that the single-device form cannot express without a mask tensor."""
+    return isinstance(mask, Causal) and mask.offset != 0
+
+
+def _read_mask(
+    reader: MaskReader, mask_node: Any, causal: bool, capture: Capture, q: Node, k: Node
+) -> tuple[Mask | None, str]:
+    if mask_node is None:
+        return (Causal(0) if causal else Full()), ""
+    mask = reader.read(mask_node)
+    if mask is None:
+        return None, f"a mask made by {op_name(mask_node)} ({mask_node.name})"
+    if causal:
+        return None, "attn_mask together with is_causal=True"
+    return mask, ""
+
+
+def _ungrouped(capture: Capture, node: Node) -> Node | None:
+    """The KV tensor [B, Hkv, S, d] behind a repetition to [B, Hq, S, d], if there is one."""
+    if not is_tensor(node) or node.op != "call_function":
+        return None
+    name = op_name(node)
+    if name == "aten.repeat_interleave" and isinstance(node.args[1], int):
+        dim = argument(node, 2, "dim")
+        return node.args[0] if dim in (1, -3) else None
+    if name not in ("aten.reshape", "aten.view", "aten._unsafe_view", "aten.flatten"):
+        return None
+    expand = node.args[0]
+    if is_tensor(expand) and op_name(expand) in ("aten.clone", "aten.contiguous"):
+        expand = expand.args[0]
+    if not is_tensor(expand) or op_name(expand) != "aten.expand":
+        return None
+    lifted = expand.args[0]
+    if not is_tensor(lifted):
+        return None
+    wide, narrow = capture.shape(expand), capture.shape(lifted)
+    if len(wide) != 5 or len(narrow) != 5 or narrow[2] != 1:
+        return None
+    if any(a != b for i, (a, b) in enumerate(zip(wide, narrow, strict=True)) if i != 2):
+        return None
+    out = capture.shape(node)
+    if len(out) != 4 or out[1] != wide[1] * wide[2] or out[2] != wide[3] or out[3] != wide[4]:
+        return None
+    if op_name(lifted) == "aten.unsqueeze" and lifted.args[1] in (2, -3):
+        return lifted.args[0]
+    if op_name(lifted) == "aten.slice":  # x[:, :, None, :, :] traced with whole slices
+        return _ungrouped_source(lifted)
+    return None
+
+
+def _ungrouped_source(node: Node) -> Node | None:
+    while is_tensor(node) and op_name(node) == "aten.slice":
+        node = node.args[0]
+    if is_tensor(node) and op_name(node) == "aten.unsqueeze" and node.args[1] in (2, -3):
+        return node.args[0]
+    return None

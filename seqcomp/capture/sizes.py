@@ -1,0 +1,91 @@
+"""Symbolic sizes: every size of a captured graph as a sympy expression in B and S.
+
+B is the *global* batch (all data ranks), S the global sequence length. Sizes of the inputs that
+mean the same get the same symbol, so that a dim can be recognised by its expression alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+
+Size = sympy.Expr
+
+BATCH_SYMBOL = sympy.Symbol("B", positive=True, integer=True)
+LENGTH_SYMBOL = sympy.Symbol("S", positive=True, integer=True)
+
+
+def expression(value: Any, canonical: Mapping[sympy.Symbol, Size]) -> Size:
+    """The size `value` (int or SymInt) with the symbols of the capture replaced by B and S."""
+    if isinstance(value, torch.SymInt):
+        return sympy.expand(value.node.expr.xreplace(dict(canonical)))
+    return sympy.Integer(int(value))
+
+
+def divide(total: Size, part: Size) -> Size | None:
+    """total / part where that is a whole number for every B and S, else None."""
+    if total == part:
+        return sympy.Integer(1)
+    if total.is_Integer and part.is_Integer:
+        return total // part if total % part == 0 else None
+    quotient = sympy.cancel(total / part)
+    numerator, denominator = sympy.fraction(quotient)
+    if denominator != 1:
+        return None
+    return sympy.expand(numerator)
+
+
+def common(left: Size, right: Size) -> Size:
+    """Greatest common divisor of two sizes."""
+    return sympy.gcd(left, right)
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    total: Size = sympy.Integer(1)
+    for size in sizes:
+        total = total * size
+    return sympy.expand(total)
+
+
+def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
+    return int(size.subs(values))
+
+
+class SizeEmitter:
+    """Writes size expressions as graph nodes, each once, after a given node of the root."""
+
+    def __init__(self, graph: torch.fx.Graph, symbols: Mapping[sympy.Symbol, torch.fx.Node]):
+        self._graph = graph
+        self._nodes: dict[Size, torch.fx.Node | int] = dict(symbols)
+
+    def emit(self, size: Size, before: torch.fx.Node) -> torch.fx.Node | int:
+        size = sympy.expand(size)
+        if size.is_Integer:
+            return int(size)
+        if size in self._nodes:
+            return self._nodes[size]
+        target = operator.add if size.is_Add else operator.mul
+        result: torch.fx.Node | int | None = None
+        if size.is_Pow and size.exp.is_Integer and size.exp > 1:
+            parts: tuple[Size, ...] = (size.base,) * int(size.exp)
+        elif size.is_Add or size.is_Mul:
+            parts = size.args
+        else:
+            raise NotImplementedError(f"size {size}")
+        for part in parts:
+            value = self.emit(part, before)
+            if result is None:
+                result = value
+                continue
+            with self._graph.inserting_before(before):
+                node = self._graph.call_function(target, (result, value))
+            node.meta["nn_module_stack"] = {}
+            node.meta["size"] = True
+            result = node
+        assert result is not None
+        self._nodes[size] = result
+        return result

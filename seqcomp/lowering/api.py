@@ -1,0 +1,177 @@
+"""The public entry points: parallelize and of."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.lowering.compiled import Compiled, ProgramCache, compiled_of
+from seqcomp.lowering.consensus import agree
+from seqcomp.plan.load import dump_plan, load_plan
+from seqcomp.plan.resolve import ResolvedPlan, resolve
+from seqcomp.plan.schema import Plan
+from seqcomp.runtime.comm import RankContext
+from seqcomp.runtime.dist import process_context
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+def parallelize(
+    model: Module,
+    plan: Plan | Mapping[str, Any] | str | Path,
+    *,
+    mesh: DeviceMesh | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+) -> Module:
+    """Spreads the sequence of `model` over the ranks of a mesh as `plan` says.
+
+    The same module object comes back with its forwards replaced; parameters, names, class and
+    config stay. Every rank of a sequence group calls it with the same full inputs, ranks along a
+    data axis with their slices of the batch. Compilation happens at the first call of each kind,
+    or here when `example_inputs` (dict = kwargs, tuple = args; sizes only) are given.
+
+    plan: path, preset name ("usp_2x2", "data_2+ring_2"), dict or Plan.
+    mesh: a DeviceMesh with the axes of the plan; by default one over all ranks, in plan order.
+
+    Raises PlanError, the same on every rank and before any collective of the model: unreadable or
+    illegal plans, a world size that does not match (SC104), no process group (SC105), a mesh that
+    does not match (SC106), ranks that disagree (SC504), and whatever stops the compilation.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        _require_alone(plan)
+        return attach(model, resolve(load_plan(plan), world_size=1), _alone())
+    resolved: ResolvedPlan | None = None
+    failure: PlanError | None = None
+    try:
+        resolved = _resolve(plan, mesh, model)
+    except PlanError as error:
+        failure = error
+    everyone = process_context({"world": dist.get_world_size()})
+    try:
+        agree(everyone, failure, {"plan": _digest(resolved)} if resolved else {})
+    finally:
+        everyone.close()
+    assert resolved is not None
+    context = process_context(dict(resolved.axes), mesh)
+    return attach(model, resolved, context, example_inputs=example_inputs)
+
+
+def attach(
+    model: Module,
+    resolved: ResolvedPlan,
+    context: RankContext,
+    *,
+    cache: ProgramCache | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+) -> Module:
+    """Compiles `model` for one rank whose place in the mesh is `context`.
+
+    Raises PlanError as `parallelize` does.
+    """
+    previous = compiled_of(model)
+    if previous is not None:
+        previous.close()
+    dump = os.environ.get("SEQCOMP_DUMP")
+    compiled = Compiled(
+        model, resolved, context,
+        cache=cache or ProgramCache(), dump=Path(dump) if dump else None,
+    )  # fmt: skip
+    if example_inputs is not None:
+        named = isinstance(example_inputs, Mapping)
+        args = () if named else tuple(example_inputs)
+        kwargs = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
+        try:
+            compiled.prepare(args, kwargs)
+        except PlanError:
+            compiled.close()
+            raise
+    return model
+
+
+def of(model: torch.nn.Module) -> Compiled:
+    """What seqcomp knows of a compiled module.
+
+    Raises PlanError SC309 for a module that was not compiled.
+    """
+    compiled = compiled_of(model)
+    if compiled is None:
+        raise PlanError(
+            [
+                diagnostic(
+                    "SC309",
+                    message="the module is not compiled",
+                    where=type(model).__name__,
+                    found="a plain module",
+                    legal="a module returned by seqcomp.parallelize",
+                    help="call seqcomp.parallelize(model, plan=...) first",
+                )
+            ]
+        )
+    return compiled
+
+
+def _resolve(plan: Any, mesh: DeviceMesh | None, model: torch.nn.Module) -> ResolvedPlan:
+    loaded = load_plan(plan)
+    if mesh is not None:
+        _check_mesh(loaded, mesh)
+    world = mesh.size() if mesh is not None else dist.get_world_size()
+    paths = [path for path, _ in model.named_modules() if path]
+    return resolve(loaded, world_size=world, module_paths=paths)
+
+
+def _check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
+    names = tuple(mesh.mesh_dim_names or ())
+    sizes = tuple(mesh.mesh.shape)
+    if names == tuple(plan.mesh) and sizes == tuple(plan.mesh.values()):
+        return
+    raise PlanError(
+        [
+            diagnostic(
+                "SC106",
+                where="mesh",
+                found=str(dict(zip(names, sizes, strict=False)) if names else sizes),
+                legal=str(dict(plan.mesh)),
+                help=f"init_device_mesh(device, {tuple(plan.mesh.values())}, "
+                f"mesh_dim_names={tuple(plan.mesh)})",
+            )
+        ]
+    )
+
+
+def _require_alone(plan: Any) -> None:
+    loaded = load_plan(plan)
+    size = 1
+    for degree in loaded.mesh.values():
+        size *= degree
+    if size == 1:
+        return
+    raise PlanError(
+        [
+            diagnostic(
+                "SC105",
+                where="torch.distributed",
+                found="not initialised (1 process)",
+                legal=f"{size} processes, the product of mesh {dict(loaded.mesh)}",
+                help=f"start with torchrun --nproc-per-node {size} and call "
+                "torch.distributed.init_process_group() before parallelize",
+            )
+        ]
+    )
+
+
+def _alone() -> RankContext:
+    from seqcomp.runtime.threads import ThreadWorld
+
+    return ThreadWorld({"ring": 1}).context(0)
+
+
+def _digest(resolved: ResolvedPlan) -> str:
+    return hashlib.sha256(dump_plan(resolved.plan).encode()).hexdigest()[:16]

@@ -1,0 +1,377 @@
+"""The compiled module behind a module: variants, agreement, and what a user can ask."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from seqcomp.capture.call import Call, InputDims, bind_call, classify_inputs, signature_of
+from seqcomp.capture.facts import makes_cache
+from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
+from seqcomp.lowering import ops
+from seqcomp.lowering.consensus import Consensus
+from seqcomp.lowering.program import (
+    Program,
+    install,
+    original_forwards,
+    replace_forward,
+    restore_forward,
+    uninstall,
+)
+from seqcomp.lowering.variants import (
+    CallSizes,
+    Variant,
+    build_program,
+    fingerprint,
+    mesh_view,
+    sizes_of,
+    variant_of,
+)
+from seqcomp.plan.resolve import ResolvedPlan
+from seqcomp.plan.rules import check_plan
+from seqcomp.runtime import collectives
+from seqcomp.runtime.comm import RankContext
+
+_MAX_PROGRAMS = 32
+_SLOT = "_seqcomp_compiled"
+
+logger = logging.getLogger("seqcomp")
+
+
+class Compiled:
+    """Everything seqcomp knows about one compiled module; `seqcomp.of(model)` returns it."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        resolved: ResolvedPlan,
+        context: RankContext,
+        *,
+        cache: ProgramCache,
+        dump: Path | None = None,
+    ):
+        self._module = module
+        self._resolved = resolved
+        self._context = context
+        self._mesh = mesh_view(resolved)
+        self._consensus = Consensus(context, resolved.checks)
+        self._cache = cache
+        self._dump = dump
+        self._programs: OrderedDict[tuple[str, Variant], tuple[Program, Callable[..., Any]]] = (
+            OrderedDict()
+        )
+        self._last: tuple[Program, CallSizes] | None = None
+        self._lengths: dict[int | None, tuple[Diagnostic, ...]] = {}
+        self._signature = signature_of(module.forward)
+        self._stateless = makes_cache(module)
+        self._where = type(module).__name__
+        self._closed = False
+        vars(module)[_SLOT] = self
+        replace_forward(module, _forward)
+        axes = tuple(self._mesh.degrees)
+        wanted = [(a,) for a in axes if a in self._mesh.sequence]
+        wanted += [self._mesh.sequence] if self._mesh.sequence else []
+        context.prepare([*dict.fromkeys([*wanted, *([axes] if axes else [])])])
+
+    # --- what a user can ask -------------------------------------------------------------
+
+    @property
+    def plan(self) -> Any:
+        return self._resolved.plan
+
+    @property
+    def context(self) -> RankContext:
+        """This rank's groups and byte counter."""
+        return self._context
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The lowered programs, the most recently used last."""
+        return tuple(program for program, _ in self._programs.values())
+
+    def graph(self, path: str = "") -> str:
+        """Source code of the local forward of the module at `path`, of the last program."""
+        program, _ = self._require_last()
+        found = [piece.code for piece in program.pieces if piece.path == path]
+        if not found:
+            raise PlanError(
+                [
+                    diagnostic(
+                        "SC504",
+                        message="no such module in the program",
+                        where=path,
+                        found=path,
+                        legal=tuple(dict.fromkeys(p.path for p in program.pieces)),
+                        help="name a module that the forward calls",
+                    )
+                ]
+            )
+        return "\n".join(found)
+
+    def token_index(self, length: int | None = None) -> Tensor:
+        """Global positions of this rank's tokens [S / P], of the last call or of `length`."""
+        program, sizes = self._require_last()
+        length = length if length is not None else sizes.length
+        assert length is not None
+        layout = self._resolved.layout_for(length, program.facts.all_causal)
+        rank = self._context.comm(self._mesh.sequence).rank if self._mesh.sequence else 0
+        return torch.tensor(layout.token_index(length, rank), device=self._context.device)
+
+    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
+        """A sharded output [.., S / P, ..] as the whole [.., S, ..] in token order.
+
+        What is computed from the result is the same on every rank of the sequence group and
+        counts once: the backward is this rank's slice.
+        """
+        if not self._mesh.sequence:
+            return x
+        program, _ = self._require_last()
+        comm = self._context.comm(self._mesh.sequence)
+        length = x.shape[dim] * comm.size
+        layout = self._resolved.layout_for(length, program.facts.all_causal)
+        return collectives.gather(x, dim, comm, layout, cotangent="replicated", label="gather")
+
+    def global_sum(self, x: Tensor) -> Tensor:
+        """Sum of x over the data axes: of token counts or losses of the ranks' batch slices.
+
+        Every rank of a sequence group passes the same x. The cotangent passes unchanged.
+        """
+        if not self._mesh.batch:
+            return x.clone()
+        comm = self._context.comm(self._mesh.batch)
+        return collectives.all_reduce(x, comm, cotangent="replicated", label="global_sum")
+
+    def report(self) -> Any:
+        """What the last program does: communication by module, kernels, findings."""
+        from seqcomp.report.build import build_report
+
+        program, sizes = self._require_last()
+        return build_report(program, sizes.batch, sizes.length, self._resolved, self._context)
+
+    def close(self) -> None:
+        """Gives the module its own forwards back and frees the process groups."""
+        if self._closed:
+            return
+        self._closed = True
+        uninstall(self._module)
+        restore_forward(self._module)
+        vars(self._module).pop(_SLOT, None)
+        self._programs.clear()
+        self._context.close()
+
+    def _require_last(self) -> tuple[Program, CallSizes]:
+        if self._last is None:
+            raise PlanError(
+                [
+                    diagnostic(
+                        "SC309",
+                        message="the module has not been compiled yet",
+                        where=self._where,
+                        found="no call so far",
+                        legal="after the first call, or with example_inputs",
+                        help="call the module once, or pass example_inputs to parallelize",
+                    )
+                ]
+            )
+        return self._last
+
+    # --- calls ---------------------------------------------------------------------------
+
+    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the module on this rank. Raises PlanError alike on all ranks."""
+        program, run, call = self._find(args, kwargs)
+        leaves = run(self._module, *call.leaves)
+        return pytree.tree_unflatten(list(leaves), program.out_spec)
+
+    def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Compiles for a call without running it."""
+        self._find(args, kwargs)
+
+    def _find(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Program, Callable[..., Any], Call]:
+        bound: tuple[Call, tuple[InputDims | None, ...], CallSizes, Variant] | None = None
+        failure: PlanError | None = None
+        try:
+            bound = self._bind(args, kwargs)
+        except PlanError as error:
+            failure = error
+        self._consensus.on_call(failure, _describe(bound) if bound else {})
+        assert bound is not None
+        call, dims, sizes, variant = bound
+        found = self._lookup(variant, sizes)
+        if found is None:
+            found = self._compile(call, dims, sizes, variant)
+        self._last = (found[0], sizes)
+        return found[0], found[1], call
+
+    def _bind(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Call, tuple[InputDims | None, ...], CallSizes, Variant]:
+        call = bind_call(
+            self._signature, args, kwargs, where=self._where, stateless=self._stateless
+        )
+        dims = classify_inputs(call, self._resolved.input_spec)
+        for name in self._resolved.plan.inputs:
+            if name not in call.names and name not in self._signature.parameters:
+                raise PlanError(
+                    [
+                        diagnostic(
+                            "SC111",
+                            where=f"inputs.{name}",
+                            found=name,
+                            legal=tuple(self._signature.parameters),
+                            help="name an argument of the model's forward",
+                        )
+                    ]
+                )
+        sizes = sizes_of(call, dims)
+        if sizes.length not in self._lengths:
+            problems = check_plan(self._resolved.plan, seq_len=sizes.length)
+            self._lengths[sizes.length] = errors_in(problems)
+        raise_for_errors(self._lengths[sizes.length])
+        return call, dims, sizes, variant_of(self._module, call, dims)
+
+    def _lookup(
+        self, variant: Variant, sizes: CallSizes
+    ) -> tuple[Program, Callable[..., Any]] | None:
+        for key, (program, run) in self._programs.items():
+            if key[1] == variant and self._holds(program, sizes):
+                self._programs.move_to_end(key)
+                return program, run
+        return None
+
+    def _holds(self, program: Program, sizes: CallSizes) -> bool:
+        batch = sizes.batch
+        if batch is not None:
+            batch *= self._mesh.degree(self._mesh.batch)
+        layout = self._resolved.layout_for(sizes.length, program.facts.all_causal)
+        return layout == program.layout and program.capture.accepts(batch, sizes.length)
+
+    def _compile(
+        self,
+        call: Call,
+        dims: tuple[InputDims | None, ...],
+        sizes: CallSizes,
+        variant: Variant,
+    ) -> tuple[Program, Callable[..., Any]]:
+        program: Program | None = None
+        failure: PlanError | None = None
+        try:
+            with original_forwards(self._module, _forward):
+                program = self._cache.get(
+                    (variant, sizes, self._resolved.plan),
+                    lambda name: build_program(
+                        self._module, call, dims, sizes, self._resolved,
+                        name=name, dump=self._dump,
+                    ),
+                )  # fmt: skip
+        except PlanError as error:
+            failure = error
+        except Exception as error:
+            failure = _internal(error, self._where)
+        self._consensus.on_compile(
+            failure,
+            {"program": fingerprint(program), "weights": self._weights()} if program else {},
+        )
+        assert program is not None
+        self._context.prepare(program.groups())
+        run = install(program, self._module, self._binding(program))
+        self._programs[(program.name, variant)] = (program, run)
+        if len(self._programs) > _MAX_PROGRAMS:
+            self._programs.popitem(last=False)
+        for finding in program.findings:
+            logger.info("%s", finding)
+        return program, run
+
+    def _binding(self, program: Program) -> ops.RankBinding:
+        return ops.RankBinding(
+            context=self._context,
+            sequence=self._mesh.sequence,
+            layout=program.layout,
+            ring_axis=self._resolved.ring_axis,
+            ulysses_axis=self._resolved.ulysses_axis,
+        )
+
+    def _weights(self) -> str:
+        """A digest of samples of every parameter: equal weights give equal digests."""
+        digest = hashlib.sha256()
+        for name, parameter in self._module.named_parameters():
+            if parameter.is_meta:
+                continue
+            flat = parameter.detach().reshape(-1)
+            step = max(1, flat.numel() // 256)
+            digest.update(name.encode())
+            digest.update(str(flat[::step].double().sum().item()).encode())
+            digest.update(str(flat[::step].double().abs().sum().item()).encode())
+        return digest.hexdigest()[:16]
+
+
+class ProgramCache:
+    """Programs by what they depend on; ranks that share a process share one cache."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Any, Program] = {}
+        self._lock = threading.Lock()  # captures change state of torch that threads share
+
+    def get(self, key: Any, build: Callable[[str], Program]) -> Program:
+        with self._lock:
+            if key not in self._programs:
+                self._programs[key] = build(f"p{len(self._programs)}")
+            return self._programs[key]
+
+
+def _describe(bound: tuple[Call, tuple[InputDims | None, ...], CallSizes, Variant]) -> dict[str, str]:
+    """What ranks must agree on, per argument."""
+    call, _, _, variant = bound
+    result = {
+        name: f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        if isinstance(leaf, Tensor)
+        else repr(leaf)
+        for name, leaf in zip(call.names, call.leaves, strict=True)
+    }
+    result["modes"] = hashlib.sha256(repr(variant).encode()).hexdigest()[:12]
+    result["training"] = str(any(variant.modes))
+    result["grad mode"] = variant.grad
+    return result
+
+
+def _internal(error: Exception, where: str) -> PlanError:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error).partition("\n")[0]
+    failure = PlanError(
+        [
+            diagnostic(
+                "SC312",
+                where=where,
+                found=f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})",
+                legal="",
+                help="this is a fault of seqcomp: please report it with the model",
+            )
+        ]
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    compiled: Compiled = vars(self)[_SLOT]
+    return compiled.call(args, kwargs)
+
+
+def compiled_of(module: torch.nn.Module) -> Compiled | None:
+    """The Compiled of a module, or None."""
+    found: Compiled | None = vars(module).get(_SLOT)
+    return found
+
+

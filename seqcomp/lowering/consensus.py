@@ -1,0 +1,134 @@
+"""Turns what ranks report into one error that all of them raise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Literal
+
+from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
+from seqcomp.runtime.agreement import Agreement, Outcome, RankLostError
+from seqcomp.runtime.comm import RankContext
+
+Checks = Literal["call", "compile", "off"]
+
+_TIMEOUT_S = 300.0
+
+
+class Consensus:
+    """The exchanges of one compiled module. With `checks: off` every rank is on its own."""
+
+    def __init__(self, context: RankContext, checks: Checks):
+        self._agreement = Agreement(context, _TIMEOUT_S)
+        self._checks = checks
+
+    def on_call(self, failure: PlanError | None, signature: Mapping[str, str]) -> None:
+        """Before each call. Raises the same PlanError on all ranks where one fails or differs."""
+        self._exchange(failure, signature, active=self._checks == "call")
+
+    def on_compile(self, failure: PlanError | None, facts: Mapping[str, str]) -> None:
+        """After each compilation, before the program first runs."""
+        self._exchange(failure, facts, active=self._checks != "off")
+
+    def _exchange(
+        self, failure: PlanError | None, facts: Mapping[str, str], *, active: bool
+    ) -> None:
+        if not active:
+            if failure is not None:
+                raise failure
+            return
+        text = _dump(failure) if failure is not None else json.dumps(dict(facts))
+        try:
+            outcomes = self._agreement.exchange(failure is None, text)
+        except RankLostError as error:
+            raise PlanError([_lost(error)]) from error
+        if outcomes is None:
+            return
+        raise _joint_error(outcomes) from failure
+
+
+def agree(context: RankContext, failure: PlanError | None, facts: Mapping[str, str]) -> None:
+    """One exchange outside of any compiled module."""
+    Consensus(context, "compile").on_compile(failure, facts)
+
+
+def _dump(error: PlanError) -> str:
+    return json.dumps([d.to_json() for d in error.diagnostics])
+
+
+def _joint_error(outcomes: list[Outcome]) -> PlanError:
+    failed = [o for o in outcomes if not o.ok]
+    if not failed:
+        return PlanError(_differences(outcomes))
+    groups: dict[str, list[int]] = {}
+    for outcome in failed:
+        groups.setdefault(outcome.text, []).append(outcome.rank)
+    diagnostics = [
+        Diagnostic(**{k: _frozen(v) for k, v in item.items()})
+        for text in groups
+        for item in json.loads(text)
+    ]
+    if len(failed) < len(outcomes) or len(groups) > 1:
+        listed = "; ".join(f"ranks {ranks}: {json.loads(t)[0]['code']}" for t, ranks in groups.items())
+        fine = [o.rank for o in outcomes if o.ok]
+        diagnostics.append(
+            diagnostic(
+                "SC505",
+                where=f"ranks {[o.rank for o in failed]}",
+                found=listed,
+                legal=f"ranks {fine} had no error" if fine else "the same outcome on all ranks",
+                help="remove the cause on the ranks named; all others stopped before any collective",
+            )
+        )
+    return PlanError(diagnostics)
+
+
+def _frozen(value: object) -> object:
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
+
+
+def _differences(outcomes: list[Outcome]) -> list[Diagnostic]:
+    facts = [json.loads(o.text) for o in outcomes]
+    names = list(dict.fromkeys(name for fact in facts for name in fact))
+    found = []
+    for name in names:
+        values: dict[str, list[int]] = {}
+        for rank, fact in enumerate(facts):
+            values.setdefault(fact.get(name, "not passed"), []).append(rank)
+        if len(values) == 1:
+            continue
+        code = "SC506" if name == "weights" else "SC504"
+        found.append(
+            diagnostic(
+                code,
+                where=name,
+                found="; ".join(f"{v} on ranks {r}" for v, r in values.items()),
+                legal="the same on all ranks",
+                help=_HELP.get(name, f"pass the same {name} on every rank of a sequence group "
+                               "(batches of the same shape on every data rank)"),
+            )
+        )  # fmt: skip
+    precise = [d for d in found if d.where != "modes"]
+    return precise or found
+
+
+_HELP = {
+    "weights": "seed every rank alike, or load or broadcast the weights before parallelize",
+    "program": "build the same model with the same configuration on every rank",
+    "plan": "give every rank the same plan",
+    "world": "give every rank the same mesh",
+    "training": "call train() or eval() on all ranks",
+    "grad mode": "use the same grad mode on all ranks",
+    "modes": "use the same train()/eval(), grad and autocast modes on all ranks",
+}
+
+
+def _lost(error: RankLostError) -> Diagnostic:
+    return diagnostic(
+        "SC505",
+        message="some ranks did not take part",
+        where="the ranks of the mesh",
+        found=str(error),
+        legal=f"every rank makes the same calls within {_TIMEOUT_S:g} s",
+        help="look at the output of the other ranks: one has probably ended or is stuck",
+    )

@@ -1,0 +1,78 @@
+"""What the passes share, and how they are run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from seqcomp.capture.export import Capture
+from seqcomp.capture.recognise import AttentionInfo
+from seqcomp.diagnostics import Diagnostic
+from seqcomp.placement.assign import Placement
+from seqcomp.placement.rule import MeshView
+
+logger = logging.getLogger("seqcomp")
+
+
+@dataclass
+class LoweringContext:
+    """Input and running state of the passes; `graph` goes from one to the next."""
+
+    capture: Capture
+    mesh: MeshView
+    attentions: tuple[AttentionInfo, ...]
+    transports: Mapping[str, str]  # module path of an attention -> transport
+    output_modes: tuple[str, ...]  # per output leaf: full | sharded | drop
+    grad: bool
+    placement: Placement | None = None
+    findings: list[Diagnostic] = field(default_factory=list)
+    dump: Path | None = None
+
+
+Graph = torch.fx.Graph
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A step (graph, context) -> graph with its contract: what must have run, what it gives."""
+
+    name: str
+    run: Callable[[Graph, LoweringContext], Graph]
+    requires: tuple[str, ...] = ()
+    provides: tuple[str, ...] = ()
+
+
+def check_schedule(passes: Sequence[Pass]) -> None:
+    """Our own invariant: every pass finds what it requires."""
+    have: set[str] = set()
+    for step in passes:
+        missing = [need for need in step.requires if need not in have]
+        assert not missing, f"pass {step.name} needs {missing}; before it ran {sorted(have)}"
+        have.update(step.provides)
+
+
+def run_passes(graph: Graph, context: LoweringContext, passes: Sequence[Pass]) -> Graph:
+    """Runs the schedule; each pass is logged and, where asked for, dumped."""
+    check_schedule(passes)
+    for number, step in enumerate(passes):
+        start = time.perf_counter()
+        graph = step.run(graph, context)
+        graph.eliminate_dead_code()
+        graph.lint()
+        logger.debug(
+            "pass %02d %s: %d nodes, %.3f s",
+            number,
+            step.name,
+            len(graph.nodes),
+            time.perf_counter() - start,
+        )
+        if context.dump is not None:
+            context.dump.mkdir(parents=True, exist_ok=True)
+            text = "\n".join(filter(None, (n.format_node() for n in graph.nodes)))
+            (context.dump / f"{number:02d}_{step.name}.txt").write_text(text + "\n")
+    return graph

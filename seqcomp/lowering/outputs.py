@@ -1,0 +1,100 @@
+"""The boundary where local values become what the caller sees."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from seqcomp.capture.edit import is_tensor
+from seqcomp.capture.sizes import evaluate
+from seqcomp.diagnostics import diagnostic
+from seqcomp.lowering import ops
+from seqcomp.lowering.context import Graph, LoweringContext
+from seqcomp.placement.spec import Spec
+
+_GIB = 2**30
+
+
+def output_boundary_pass(graph: Graph, context: LoweringContext) -> Graph:
+    """Applies the plan's `outputs` and the gradient rules of the boundary.
+
+    A cotangent that arrives from outside is replicated over the sequence axes for whole values:
+    a gathered output's backward is a slice, a sum's is the identity, and a value that every rank
+    computed alike keeps the cotangent of one rank. Values cut over the batch stay cut.
+    """
+    output = graph.output_node()
+    results = []
+    for name, mode, leaf in zip(
+        context.capture.output_names, context.output_modes, output.args[0], strict=True
+    ):
+        if mode == "drop" or not isinstance(leaf, Node) or not is_tensor(leaf):
+            results.append(None if mode == "drop" else leaf)
+        else:
+            results.append(_finish(graph, context, name, mode, leaf, output))
+    output.args = (tuple(results),)
+    return graph
+
+
+def _finish(
+    graph: Graph, context: LoweringContext, name: str, mode: str, leaf: Node, output: Node
+) -> Node:
+    assert context.placement is not None
+    spec = context.placement.native[leaf]
+    assert isinstance(spec, Spec)
+    sequence = context.mesh.sequence
+    differentiable = leaf.meta["val"].is_floating_point() and context.grad
+
+    def call(op: ops.Op, value: Node) -> Node:
+        with graph.inserting_before(output):
+            node = graph.call_function(op, (value,))
+        node.meta["nn_module_stack"] = {}
+        node.meta["source"] = leaf
+        return node
+
+    value = leaf
+    touched: set[str] = set(spec.axes)
+    if spec.partial:
+        value = call(ops.AllReduce(spec.partial, "replicated", name), value)
+        touched |= set(spec.partial)
+    cut = [i for i in range(len(spec.dims)) if set(spec.axes_of(i)) & set(sequence)]
+    if cut and mode == "full":
+        (index,) = cut
+        axes = spec.axes_of(index)
+        if len(spec.dims[index]) > 1:
+            return _whole_flat(graph, context, name, leaf, spec, output)
+        value = call(ops.Gather(index, axes, "replicated", name), value)
+        _report_large(context, name, leaf)
+    alike = tuple(a for a in context.mesh.degrees if a not in touched)
+    if alike and differentiable and leaf.op != "placeholder":
+        value = call(ops.OwnCotangent(alike), value)
+    return value
+
+
+def _whole_flat(
+    graph: Graph, context: LoweringContext, name: str, leaf: Node, spec: Spec, output: Node
+) -> Node:
+    """[B*S, ...] outputs: gathered through [B, S, ...]; the batch part stays cut."""
+    from seqcomp.lowering.passes import size_emitter
+    from seqcomp.lowering.redistribute import Redistributor
+
+    made = Redistributor(
+        graph, context.mesh, size_emitter(graph, context), cotangent="replicated"
+    )
+    _report_large(context, name, leaf)
+    return made.get(leaf, spec, spec.without(context.mesh.sequence), output)
+
+
+def _report_large(context: LoweringContext, name: str, leaf: Node) -> None:
+    size = leaf.meta["val"].element_size()
+    for extent in context.capture.shape(leaf):
+        size *= evaluate(extent, context.capture.hints)
+    if size > _GIB:
+        context.findings.append(
+            diagnostic(
+                "SC404",
+                where=f"outputs.{name}",
+                found=f"{size} bytes gathered on every rank",
+                legal="full, sharded or drop",
+                help=f"outputs: {{{name}: drop}} when the loss is computed in the model, "
+                f"or {{{name}: sharded}}",
+            )
+        )

@@ -1,0 +1,244 @@
+"""The passes from a captured global graph to a graph of local tensors, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from seqcomp.capture.edit import is_tensor, op_name
+from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, SizeEmitter, evaluate
+from seqcomp.lowering import ops
+from seqcomp.lowering.context import Graph, LoweringContext, Pass
+from seqcomp.lowering.hoist import hoist_shards_pass
+from seqcomp.lowering.outputs import output_boundary_pass
+from seqcomp.lowering.redistribute import Redistributor
+from seqcomp.placement.assign import assign
+from seqcomp.placement.rule import Decision
+from seqcomp.placement.spec import Spec
+
+aten = torch.ops.aten
+
+# Operations that name sizes of their result, and where.
+_SIZED = {
+    "aten.view": 1,
+    "aten.reshape": 1,
+    "aten._unsafe_view": 1,
+    "aten.expand": 1,
+    "aten.broadcast_to": 1,
+    "aten.unflatten": 2,
+}
+
+
+def assign_pass(graph: Graph, context: LoweringContext) -> Graph:
+    """Placements for every value; changes nothing."""
+    context.placement = assign(context.capture, context.mesh)
+    context.findings.extend(context.placement.findings)
+    return graph
+
+
+def global_sizes_pass(graph: Graph, context: LoweringContext) -> Graph:
+    """Every size is computed at the root from the global batch and length.
+
+    A data rank sees its slice of the batch, so the global batch is the local one times the
+    degree; the length of an input is the global one already.
+    """
+    capture = context.capture
+    emitter = size_emitter(graph, context)
+    for node in list(graph.nodes):
+        if op_name(node) == "aten.sym_size" and "root_size" not in node.meta:
+            value = capture.shape(node.args[0])[node.args[1]]
+            node.replace_all_uses_with(_as_argument(emitter.emit(value, _first(graph))))
+            graph.erase_node(node)
+    return graph
+
+
+def _as_argument(value: Node | int) -> Any:
+    return value
+
+
+def _first(graph: Graph) -> Node:
+    return next(n for n in graph.nodes if n.op != "placeholder" and "root_size" not in n.meta)
+
+
+def size_emitter(graph: Graph, context: LoweringContext) -> SizeEmitter:
+    """An emitter whose B and S are nodes at the top of the graph."""
+    capture, symbols = context.capture, {}
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    for role, symbol, degree in (
+        ("batch", BATCH_SYMBOL, context.mesh.degree(context.mesh.batch)),
+        ("seq", LENGTH_SYMBOL, 1),
+    ):
+        found = next(
+            (
+                (placeholders[name], dims.index(role))
+                for name, dims in zip(capture.inputs, capture.dims, strict=True)
+                if dims is not None
+                and dims.index(role) is not None
+                and capture.shape(placeholders[name])[dims.index(role)] == symbol
+            ),
+            None,
+        )
+        if found is None:
+            continue
+        node = _root_call(graph, aten.sym_size.int, found)
+        if degree > 1:
+            node = _root_call(graph, _times, (node, degree))
+        symbols[symbol] = node
+    return SizeEmitter(graph, symbols)
+
+
+def _root_call(graph: Graph, target: Any, args: Any) -> Node:
+    with graph.inserting_before(_first(graph)):
+        node = graph.call_function(target, tuple(args))
+    node.meta["nn_module_stack"] = {}
+    node.meta["root_size"] = True
+    return node
+
+
+def _times(size: int, degree: int) -> int:
+    return size * degree
+
+
+def redistribute_pass(graph: Graph, context: LoweringContext) -> Graph:
+    """Inserts collectives and cuts, and gives every operation its local form."""
+    placement = context.placement
+    assert placement is not None
+    made = Redistributor(graph, context.mesh, size_emitter(graph, context))
+    for node in list(graph.nodes):
+        decision = placement.decisions.get(node)
+        if decision is None:
+            continue
+        for operand, want in decision.wants.items():
+            have = placement.native[operand]
+            if isinstance(have, Spec) and have != want:
+                node.replace_input_with(operand, made.get(operand, have, want, node))
+        _LOCAL_FORMS[decision.form](graph, node, decision, made, context)
+    return graph
+
+
+def _local(
+    graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
+) -> None:
+    """Sizes named in the arguments become local ones."""
+    position = _SIZED.get(op_name(node))
+    if position is None or not isinstance(decision.out, Spec):
+        return
+    out = decision.out
+    first = node.args[1] % len(out.dims) if op_name(node) == "aten.unflatten" else 0
+    sizes = []
+    for offset, size in enumerate(node.args[position]):
+        degree = context.mesh.degree(out.axes_of(first + offset))
+        named = size if isinstance(size, Node) or size != -1 else None
+        sizes.append(-1 if named is None else made.floordiv(named, degree, node))
+    args = list(node.args)
+    args[position] = sizes
+    node.args = tuple(args)
+
+
+def _mean(
+    graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
+) -> None:
+    """Mean over equal shards: the local mean, divided by their number, summed later."""
+    degree = decision.attributes["degree"]
+    users = list(node.users)
+    with graph.inserting_after(node):
+        part = graph.call_function(aten.div.Scalar, (node, degree))
+    part.meta.update(node.meta)
+    for user in users:
+        user.replace_input_with(node, part)
+    assert context.placement is not None
+    context.placement.native[part] = decision.out
+    moved = context.placement.decisions
+    for user in users:
+        if user in moved and node in moved[user].wants:
+            wants = dict(moved[user].wants)
+            wants[part] = wants.pop(node)
+            moved[user] = Decision(
+                wants, moved[user].out, moved[user].form, moved[user].attributes
+            )
+
+
+def _attention(
+    graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
+) -> None:
+    info = node.meta["attention"]
+    transport = context.transports[info.where]
+    node.target = ops.Attention(info.mask, info.scale, transport, info.where)
+    node.args = node.args[:3]
+
+
+def _unchanged(
+    graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
+) -> None:
+    """New tensors have their global size on every rank."""
+
+
+_LOCAL_FORMS = {
+    "local": _local,
+    "mean": _mean,
+    "attention": _attention,
+    "create": _unchanged,
+}
+
+
+def sum_gradients_pass(graph: Graph, context: LoweringContext) -> Graph:
+    """Parameters and inputs are replicated from outside: their cotangents are summed, once a use.
+
+    Parameters over every axis; an input over the axes that do not cut it.
+    """
+    if not context.grad:
+        return graph
+    everywhere = tuple(context.mesh.degrees)
+    capture = context.capture
+    assert context.placement is not None
+    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+        if not is_tensor(node) or not node.meta["val"].requires_grad:
+            continue
+        if node.name in capture.parameters:
+            axes, label = everywhere, capture.state[node.name]
+        elif node.name in capture.inputs:
+            spec = context.placement.native[node]
+            assert isinstance(spec, Spec)
+            axes = tuple(a for a in everywhere if a not in spec.axes)
+            label = node.name
+        else:
+            continue
+        if axes:
+            _sum_per_scope(graph, node, ops.SumGradient(axes, label))
+    return graph
+
+
+def _sum_per_scope(graph: Graph, node: Node, op: ops.SumGradient) -> None:
+    made: dict[str, Node] = {}
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    for user in sorted(node.users, key=order.__getitem__):
+        if user.op == "output":
+            continue
+        # One sum per module that uses the value, inside that module's own forward.
+        key = str(list((user.meta.get("nn_module_stack") or {}).items()))
+        if key not in made:
+            with graph.inserting_before(user):
+                made[key] = graph.call_function(op, (node,))
+            made[key].meta["nn_module_stack"] = dict(user.meta.get("nn_module_stack") or {})
+        user.replace_input_with(node, made[key])
+
+
+def full_output_bytes(context: LoweringContext, node: Node) -> int:
+    """Bytes of a whole output at the captured size."""
+    size = node.meta["val"].element_size()
+    for extent in context.capture.shape(node):
+        size *= evaluate(extent, context.capture.hints)
+    return size
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass("global_sizes", global_sizes_pass, (), ("global_sizes",)),
+    Pass("assign", assign_pass, ("global_sizes",), ("placement",)),
+    Pass("redistribute", redistribute_pass, ("placement",), ("local",)),
+    Pass("output_boundary", output_boundary_pass, ("local",), ("outputs",)),
+    Pass("sum_gradients", sum_gradients_pass, ("placement", "local"), ("gradients",)),
+    Pass("hoist_shards", hoist_shards_pass, ("local", "outputs"), ("hoisted",)),
+)
+

@@ -1,0 +1,131 @@
+"""A lowered program: rank-independent code, and its installation into a module for one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from seqcomp.capture.export import Capture
+from seqcomp.capture.recognise import AttentionInfo
+from seqcomp.diagnostics import Diagnostic
+from seqcomp.layout.sequence import SequenceLayout
+from seqcomp.lowering import ops
+from seqcomp.lowering.scopes import Piece
+from seqcomp.plan.facts import ModelFacts
+
+_SLOT = "_seqcomp_pieces"
+_KEPT = "_seqcomp_kept_forward"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One captured variant, lowered. `flat` is the whole local graph, for reading."""
+
+    name: str
+    capture: Capture
+    flat: torch.fx.Graph
+    pieces: tuple[Piece, ...]
+    root: Piece
+    out_spec: pytree.TreeSpec
+    attentions: tuple[AttentionInfo, ...]
+    findings: tuple[Diagnostic, ...]
+    layout: SequenceLayout
+    facts: ModelFacts
+
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Joint groups that the program talks to."""
+        used = dict.fromkeys(
+            n.target.axes_used() for n in self.flat.nodes if isinstance(n.target, ops.Op)
+        )
+        return tuple(axes for axes in used if axes)
+
+
+def install(program: Program, module: torch.nn.Module, rank: ops.RankBinding) -> Callable[..., Any]:
+    """Binds every piece to a rank and puts it into its module. Returns the root's function.
+
+    The modules keep class, parameters and attributes; only the instance's forward is replaced by
+    one that runs a piece when called with a piece's token, and the original otherwise.
+    """
+    bound: dict[ops.Op, Callable[..., Any]] = {}
+
+    def bind(item: Any) -> Any:
+        if not isinstance(item, ops.Op):
+            return item
+        if item not in bound:
+            bound[item] = item.bind(rank)
+        return bound[item]
+
+    functions = {}
+    for piece in program.pieces:
+        names = {name: bind(item) for name, item in piece.names.items()}
+        exec(compile(piece.code, f"<seqcomp {piece.token}>", "exec"), names)
+        functions[piece.token] = names["forward"]
+        if piece.path:
+            _slot(module.get_submodule(piece.path))[piece.token] = names["forward"]
+    root: Callable[..., Any] = functions[program.root.token]
+    return root
+
+
+def _slot(module: torch.nn.Module) -> dict[str, Callable[..., Any]]:
+    pieces = vars(module).get(_SLOT)
+    if pieces is None:
+        pieces = {}
+        vars(module)[_SLOT] = pieces
+        replace_forward(module, _forward)
+    return pieces
+
+
+def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if args and args[0].__class__ is str:
+        piece = vars(self)[_SLOT].get(args[0])
+        if piece is not None:
+            return piece(self, *args[1:])
+    return original_forward(self)(*args, **kwargs)
+
+
+def replace_forward(module: torch.nn.Module, function: Callable[..., Any]) -> None:
+    """Sets the instance's forward, keeping one that the instance had of its own."""
+    if "forward" in vars(module):
+        vars(module)[_KEPT] = vars(module)["forward"]
+    # A bound method of a plain function survives copying and pickling of the module.
+    vars(module)["forward"] = types.MethodType(function, module)
+
+
+def original_forward(module: torch.nn.Module) -> Callable[..., Any]:
+    """The forward that the module had before."""
+    kept: Callable[..., Any] | None = vars(module).get(_KEPT)
+    return kept if kept is not None else types.MethodType(type(module).forward, module)
+
+
+def restore_forward(module: torch.nn.Module) -> None:
+    """Undoes `replace_forward`."""
+    vars(module).pop("forward", None)
+    if _KEPT in vars(module):
+        vars(module)["forward"] = vars(module).pop(_KEPT)
+
+
+def uninstall(module: torch.nn.Module) -> None:
+    """Removes everything that `install` put into the submodules."""
+    for sub in module.modules():
+        if vars(sub).pop(_SLOT, None) is not None:
+            restore_forward(sub)
+
+
+@contextlib.contextmanager
+def original_forwards(module: torch.nn.Module, root: Callable[..., Any]) -> Iterator[None]:
+    """For the time of a capture the modules run their own code again. `root` is the compiled one."""
+    compiled = [sub for sub in module.modules() if _SLOT in vars(sub)]
+    for sub in (module, *compiled):
+        restore_forward(sub)
+    try:
+        yield
+    finally:
+        for sub in compiled:
+            replace_forward(sub, _forward)
+        replace_forward(module, root)

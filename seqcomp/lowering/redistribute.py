@@ -1,0 +1,174 @@
+"""Inserts what turns each value's native placement into the one an operation needs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from seqcomp.capture.edit import module_path, scope_of
+from seqcomp.capture.sizes import Size, SizeEmitter, common, divide, product
+from seqcomp.lowering import ops
+from seqcomp.placement.rule import MeshView
+from seqcomp.runtime.collectives import Cotangent
+from seqcomp.placement.spec import Dim, Factor, Spec
+
+aten = torch.ops.aten
+
+
+class Redistributor:
+    """Makes local nodes with a wanted placement; equal wishes share one node."""
+
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        mesh: MeshView,
+        sizes: SizeEmitter,
+        cotangent: Cotangent = "partial",
+    ):
+        self._cotangent: Cotangent = cotangent
+        self._graph = graph
+        self._mesh = mesh
+        self._sizes = sizes
+        self._made: dict[tuple[Node, Spec], Node] = {}
+
+    def get(self, node: Node, have: Spec, want: Spec, before: Node) -> Node:
+        """`node` (placed as `have`) as `want`, computed before `before`."""
+        if have == want:
+            return node
+        key = (node, want)
+        if key not in self._made:
+            self._made[key] = self._build(node, have, want, before)
+        return self._made[key]
+
+    def _build(self, node: Node, have: Spec, want: Spec, before: Node) -> Node:
+        scope = common_scope(node, before)
+        label = module_path(before)
+        value = node
+        sum_axes = tuple(a for a in have.partial if a not in want.partial)
+        if sum_axes:
+            value = self.call(
+                ops.AllReduce(sum_axes, "partial", label), (value,), before, scope, node
+            )
+        for index, (old, new) in enumerate(zip(have.dims, want.dims, strict=True)):
+            if old != new:
+                value = self._reshard_dim(value, index, old, new, want, before, scope, label)
+        return value
+
+    def _reshard_dim(
+        self,
+        value: Node,
+        index: int,
+        old: Dim,
+        new: Dim,
+        want: Spec,
+        before: Node,
+        scope: dict[str, Any],
+        label: str,
+    ) -> Node:
+        steps = refine(old, new)
+        changed = [s for s in steps if s[1] != s[2]]
+        if not changed:
+            return value
+        source = value
+        opened = len(steps) > 1
+        if opened:
+            local = [self._local(size, axes, before) for size, axes, _ in steps]
+            value = self.call(
+                aten.unflatten.int, (value, index, local), before, scope, source
+            )
+        for offset, (_, have, need) in enumerate(steps):
+            gone = tuple(a for a in have if a not in need)
+            fresh = tuple(a for a in need if a not in have)
+            at = index + offset
+            if gone:
+                assert have[-len(gone) :] == gone, f"{gone} of {have} gathered"
+                op: ops.Op = ops.Gather(at, gone, self._cotangent, label)
+                value = self.call(op, (value,), before, scope, source)
+            if fresh:
+                value = self.call(ops.Shard(at, fresh), (value,), before, scope, source)
+        if opened:
+            last = index + len(steps) - 1
+            value = self.call(
+                aten.flatten.using_ints, (value, index, last), before, scope, source
+            )
+        return value
+
+    def _local(self, size: Size, axes: Iterable[str], before: Node) -> Any:
+        total = self._sizes.emit(size, before)
+        degree = self._mesh.degree(axes)
+        return self.floordiv(total, degree, before)
+
+    def floordiv(self, total: Any, degree: int, before: Node) -> Any:
+        if degree == 1:
+            return total
+        if isinstance(total, int):
+            return total // degree
+        with self._graph.inserting_before(before):
+            node = self._graph.call_function(_floordiv, (total, degree))
+        node.meta["nn_module_stack"] = dict(before.meta.get("nn_module_stack") or {})
+        return node
+
+    def call(
+        self, target: Any, args: Sequence[Any], before: Node, scope: dict[str, Any], like: Node
+    ) -> Node:
+        with self._graph.inserting_before(before):
+            node = self._graph.call_function(target, tuple(args))
+        node.meta["nn_module_stack"] = scope
+        node.meta["source"] = like.meta.get("source", like)
+        return node
+
+
+def _floordiv(total: int, degree: int) -> int:
+    return total // degree
+
+
+def refine(old: Dim, new: Dim) -> list[tuple[Size, tuple[str, ...], tuple[str, ...]]]:
+    """Common refinement of two factorings of one dim: (size, axes before, axes after) each."""
+    left, right = list(old), list(new)
+    steps: list[tuple[Size, tuple[str, ...], tuple[str, ...]]] = []
+    one = sympy.Integer(1)
+    while left or right:
+        a = left[0] if left else Factor(one)
+        b = right[0] if right else Factor(one)
+        if a.size == b.size:
+            size = a.size
+            left, right = left[1:], right[1:]
+        elif (rest := divide(a.size, b.size)) is not None and not a.axes:
+            size, left, right = b.size, [Factor(rest), *left[1:]], right[1:]
+        elif (rest := divide(b.size, a.size)) is not None and not b.axes:
+            size, left, right = a.size, left[1:], [Factor(rest), *right[1:]]
+        else:
+            size = common(a.size, b.size)
+            assert size != 1 and not a.axes and not b.axes, f"{old} against {new}"
+            left = [Factor(divide(a.size, size)), *left[1:]]
+            right = [Factor(divide(b.size, size)), *right[1:]]
+        if size == 1:
+            continue
+        if steps and not a.axes and not b.axes and not steps[-1][1] and not steps[-1][2]:
+            steps[-1] = (product((steps[-1][0], size)), (), ())
+        else:
+            steps.append((size, a.axes, b.axes))
+    return steps
+
+
+def common_scope(first: Node, second: Node) -> dict[str, Any]:
+    """Module stack of the lowest module whose forward can see both nodes."""
+    one = first.meta.get("nn_module_stack") or {}
+    two = second.meta.get("nn_module_stack") or {}
+    pairs = zip(scope_of(one), scope_of(two), strict=False)
+    shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    keep, result = 0, {}
+    for key, entry in two.items():
+        if scope_of({key: entry}):
+            keep += 1
+            if keep > shared:
+                break
+        result[key] = entry
+    return result
+
+

@@ -1,0 +1,233 @@
+"""Cuts a flat lowered graph along the module tree: one piece of code per module call.
+
+FSDP, checkpointing and hooks of the caller work on modules, so the lowered program keeps them:
+each submodule's forward computes what its own code computed, on local tensors. Every piece is
+called with a token that says whose program it belongs to; nothing is looked up in a context, so a
+recomputation in backward runs the program that its forward ran.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+import torch
+from torch.fx import Node
+
+from seqcomp.capture.edit import scope_of
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The forward of one module call: source code and the objects it names.
+
+    Takes (self, token-free arguments in order) and returns one value or a tuple.
+    """
+
+    path: str
+    token: str
+    code: str
+    names: Mapping[str, Any]
+
+
+class ScopeBuilder:
+    """Builds all pieces of one program."""
+
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        state: Mapping[str, str],
+        aliases: Mapping[str, Sequence[str]],
+        program: str,
+    ):
+        self._graph = graph
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        self._state = state
+        self._aliases = aliases
+        self._program = program
+        self._paths: dict[Key, str] = {}
+        self.pieces: list[Piece] = []
+
+    def build(self, inputs: Sequence[Node]) -> Piece:
+        """Builds every piece; the root one takes `inputs` and returns the output tuple."""
+        placed: dict[Node, Key] = {}
+        for node in self._graph.nodes:
+            if node.op == "call_function":
+                placed[node] = self._key(node)
+        self._dissolve(placed)
+        return self._piece((), "", placed, list(inputs), self._graph.output_node().args[0])
+
+    def _key(self, node: Node) -> Key:
+        levels = scope_of(node.meta.get("nn_module_stack") or {})
+        key: Key = ()
+        for name, path in levels:
+            key = (*key, name)
+            self._paths[key] = path
+        return key
+
+    def _dissolve(self, placed: dict[Node, Key]) -> None:
+        """Where modules depend on each other both ways, their nodes move up to the parent.
+
+        That happens for values inserted between the nodes of a module, and for Python code that
+        leaves and re-enters a module's call.
+        """
+        changed = True
+        while changed:
+            changed = False
+            for scope in sorted({key[:i] for key in placed.values() for i in range(len(key) + 1)}):
+                items = self._items(scope, placed)
+                for knot in nx.strongly_connected_components(items):
+                    if len(knot) > 1:
+                        changed = True
+                        children = [item for item in knot if isinstance(item, tuple)]
+                        assert children, f"a cycle of plain nodes in {scope}"
+                        self._lift(children, len(scope), placed)
+                if changed:
+                    break
+
+    @staticmethod
+    def _lift(children: Iterable[Key], depth: int, placed: dict[Node, Key]) -> None:
+        gone = set(children)
+        for node, key in placed.items():
+            if key[: depth + 1] in gone:
+                placed[node] = (*key[:depth], *key[depth + 1 :])
+
+    def _items(self, scope: Key, placed: Mapping[Node, Key]) -> nx.DiGraph:
+        """Direct nodes and child calls of a scope, with their dependencies."""
+        depth, items = len(scope), nx.DiGraph()
+
+        def item(node: Node) -> Any:
+            key = placed[node]
+            return node if len(key) == depth else key[: depth + 1]
+
+        for node, key in placed.items():
+            if key[:depth] != scope:
+                continue
+            items.add_node(item(node))
+            for operand in node.all_input_nodes:
+                if operand in placed and placed[operand][:depth] == scope:
+                    if item(operand) != item(node):
+                        items.add_edge(item(operand), item(node))
+        return items
+
+    def _sorted_items(self, scope: Key, placed: Mapping[Node, Key]) -> list[Any]:
+        """Topological, otherwise in the order of the capture."""
+        items = self._items(scope, placed)
+        first: dict[Any, int] = {}
+        depth = len(scope)
+        for node, key in placed.items():
+            if key[:depth] == scope:
+                name = node if len(key) == depth else key[: depth + 1]
+                first[name] = min(first.get(name, len(self._order)), self._order[node])
+        waiting = {name: items.in_degree(name) for name in items}
+        ready = [(first[name], str(name), name) for name, n in waiting.items() if n == 0]
+        heapq.heapify(ready)
+        result = []
+        while ready:
+            _, _, name = heapq.heappop(ready)
+            result.append(name)
+            for after in items.successors(name):
+                waiting[after] -= 1
+                if waiting[after] == 0:
+                    heapq.heappush(ready, (first[after], str(after), after))
+        assert len(result) == len(items)
+        return result
+
+    def _attribute(self, node: Node, path: str) -> str | None:
+        """Name of a parameter or buffer as an attribute below the module at `path`."""
+        name = self._state.get(node.name)
+        if name is None:
+            return None
+        prefix = f"{path}." if path else ""
+        for alias in (name, *self._aliases.get(name, ())):
+            if alias.startswith(prefix):
+                return alias[len(prefix) :]
+        return None
+
+    def _piece(
+        self,
+        scope: Key,
+        path: str,
+        placed: Mapping[Node, Key],
+        inputs: Sequence[Node],
+        results: Any,
+    ) -> Piece:
+        graph = torch.fx.Graph()
+        local: dict[Node, Any] = {node: graph.placeholder(node.name) for node in inputs}
+
+        def lookup(node: Node) -> Any:
+            if node not in local:
+                attribute = self._attribute(node, path)
+                assert attribute is not None, f"{node} is not visible in {path or '<root>'}"
+                local[node] = graph.get_attr(attribute)
+            return local[node]
+
+        for item in self._sorted_items(scope, placed):
+            if isinstance(item, Node):
+                for operand in item.all_input_nodes:
+                    lookup(operand)
+                local[item] = graph.node_copy(item, lookup)
+            else:
+                self._child(item, path, placed, graph, local, lookup)
+        if isinstance(results, tuple | list):
+            returned = tuple(lookup(r) if isinstance(r, Node) else r for r in results)
+        else:
+            returned = lookup(results)
+        graph.output(returned)
+        code = _code(graph)
+        piece = Piece(path, self._token(scope), code.src, code.globals)
+        self.pieces.append(piece)
+        return piece
+
+    def _token(self, scope: Key) -> str:
+        return f"seqcomp:{self._program}:{'/'.join(scope)}"
+
+    def _child(
+        self,
+        key: Key,
+        path: str,
+        placed: Mapping[Node, Key],
+        graph: torch.fx.Graph,
+        local: dict[Node, Any],
+        lookup: Any,
+    ) -> None:
+        child_path = self._paths[key]
+        inside = {n for n, k in placed.items() if k[: len(key)] == key}
+        needed: list[Node] = []
+        for node in sorted(inside, key=self._order.__getitem__):
+            for operand in node.all_input_nodes:
+                if operand in inside or operand in needed:
+                    continue
+                if self._attribute(operand, child_path) is None:
+                    needed.append(operand)
+        given = [
+            n
+            for n in sorted(inside, key=self._order.__getitem__)
+            if any(user not in inside for user in n.users)
+        ]
+        if not given:
+            return
+        results: Any = given[0] if len(given) == 1 else tuple(given)
+        self._piece(key, child_path, placed, needed, results)
+        relative = child_path.removeprefix(f"{path}.") if path else child_path
+        arguments = (self._token(key), *(lookup(n) for n in needed))
+        call = graph.create_node("call_module", relative, arguments)
+        if len(given) == 1:
+            local[given[0]] = call
+        else:
+            for i, node in enumerate(given):
+                local[node] = graph.call_function(_getitem, (call, i))
+
+
+def _getitem(values: Sequence[Any], index: int) -> Any:
+    return values[index]
+
+
+def _code(graph: torch.fx.Graph) -> Any:
+    """Python source of a graph. Values are dropped after their last use, as in eager code."""
+    return graph.python_code("self")

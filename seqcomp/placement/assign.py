@@ -1,0 +1,238 @@
+"""Gives every value of a capture its placement, from the inputs on.
+
+Inputs are whole over the sequence axes and cut in batch over the data axes. Sharding of tokens
+begins where they meet weights or attention; from there each operation's rule says what it needs
+and gives. Index arithmetic on the inputs (positions, label shifts, valid counts) therefore stays
+global, and no position can be wrong.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from seqcomp.capture.call import BATCH
+from seqcomp.capture.edit import is_tensor, op_name, place_of
+from seqcomp.capture.export import Capture
+from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, evaluate
+from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
+from seqcomp.placement.contract import CONTRACT_RULES
+from seqcomp.placement.dimwise import DIMWISE_RULES
+from seqcomp.placement.oracle import Oracle
+from seqcomp.placement.pointwise import is_pointwise, pointwise_rule
+from seqcomp.placement.rule import (
+    Decision,
+    Env,
+    MeshView,
+    Rule,
+    gather_all,
+    tensor_args,
+)
+from seqcomp.placement.spec import Dim, Factor, Spec, replicated
+from seqcomp.placement.special import SPECIAL_RULES
+from seqcomp.placement.views import VIEW_RULES
+
+
+@dataclass
+class Placement:
+    """The outcome: per node its decision, per value its native placement."""
+
+    decisions: dict[Node, Decision]
+    native: dict[Node, Spec | tuple[Spec, ...]]
+    findings: list[Diagnostic]
+    oracle_queries: int
+
+
+def assign(capture: Capture, mesh: MeshView) -> Placement:
+    """Places every value. Raises PlanError for operations that cannot be placed at all."""
+    env = Env(capture, mesh, {})
+    oracle = Oracle(mesh.degrees, capture.hints)
+    decisions: dict[Node, Decision] = {}
+    weights = _weight_like(capture)
+    for node in capture.graph.nodes:
+        if node.op == "placeholder":
+            if is_tensor(node):
+                env.native[node] = _input_spec(node, capture, mesh)
+        elif node.op == "call_function" and _is_tensor_op(node):
+            if node.target is operator.getitem:
+                source = env.native[node.args[0]]
+                env.native[node] = source[node.args[1]]
+                continue
+            decision = _decide(node, env, oracle, weights)
+            _check(node, decision, env)
+            if decision.gathered:
+                env.findings.extend(_gather_finding(node, decision, env))
+            decisions[node] = decision
+            env.native[node] = decision.out
+    return Placement(decisions, env.native, env.findings, oracle.queries)
+
+
+def _is_tensor_op(node: Node) -> bool:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
+        return True
+    if any(is_tensor(n) for n in node.all_input_nodes) and op_name(node) != "aten.sym_size":
+        raise PlanError(
+            [
+                diagnostic(
+                    "SC311",
+                    where=place_of(node),
+                    found=f"{op_name(node)} turns a tensor into a Python number",
+                    legal="shapes and branches that depend on input shapes alone",
+                    help="compute it outside of the model and pass it in",
+                )
+            ]
+        )
+    return False
+
+
+def _weight_like(capture: Capture) -> set[Node]:
+    """Parameters, and what is made of parameters and constants alone without the sequence."""
+    result: set[Node] = set()
+    for node in capture.graph.nodes:
+        if node.op == "placeholder" and node.name in capture.parameters:
+            result.add(node)
+        elif node.op == "call_function" and is_tensor(node) and tensor_args(node):
+            has_token = any(s.has(BATCH_SYMBOL, LENGTH_SYMBOL) for s in capture.shape(node))
+            if not has_token and any(n in result for n in tensor_args(node)) and all(
+                n in result or (n.op == "placeholder" and n.name in capture.state)
+                for n in tensor_args(node)
+            ):
+                result.add(node)
+    return result
+
+
+def _input_spec(node: Node, capture: Capture, mesh: MeshView) -> Spec:
+    spec = replicated(capture.shape(node))
+    if node.name not in capture.inputs or not mesh.batch:
+        return spec
+    dims = capture.dims[capture.inputs.index(node.name)]
+    at = dims.index(BATCH) if dims is not None else None
+    if at is None:
+        return spec
+    return spec.with_dim(at, (Factor(capture.shape(node)[at], mesh.batch),))
+
+
+def _decide(node: Node, env: Env, oracle: Oracle, weights: set[Node]) -> Decision:
+    env.preferred = {}
+    if _starts_sharding(node, weights):
+        env.preferred = {
+            n: _with_tokens(env.spec(n), env)
+            for n in tensor_args(node)
+            if n not in weights and isinstance(env.native[n], Spec)
+        }
+    rule = _rule_for(node)
+    decision = rule(node, env) if rule else None
+    if decision is None:
+        decision = oracle.decide(node, env)
+    if decision is None:
+        _require_known(node)
+        decision = gather_all(node, env, f"{op_name(node)} has no rule for this placement")
+    return decision
+
+
+def _starts_sharding(node: Node, weights: set[Node]) -> bool:
+    if op_name(node) == "attention":
+        return True
+    return any(n in weights for n in tensor_args(node))
+
+
+def _with_tokens(spec: Spec, env: Env) -> Spec:
+    """The spec with its first whole sequence dim cut over the sequence axes (batch alike)."""
+    used = set(spec.axes) | set(spec.partial)
+    for axes, size in (
+        (env.mesh.batch, env.capture.batch),
+        (env.mesh.sequence, env.capture.length),
+    ):
+        if not axes or size is None or size == 1 or used & set(axes):
+            continue
+        for index, dim in enumerate(spec.dims):
+            found = _cut(dim, size, axes)
+            if found is not None:
+                spec = spec.with_dim(index, found)
+                break
+    return spec
+
+
+def _cut(dim: Dim, size: object, axes: tuple[str, ...]) -> Dim | None:
+    for at, factor in enumerate(dim):
+        if factor.size == size and not factor.axes:
+            return (*dim[:at], Factor(factor.size, axes), *dim[at + 1 :])
+    return None
+
+
+def _rule_for(node: Node) -> Rule | None:
+    name = op_name(node)
+    for table in (SPECIAL_RULES, VIEW_RULES, CONTRACT_RULES):
+        if name in table:
+            return table[name]
+    if is_pointwise(node):
+        return pointwise_rule
+    return DIMWISE_RULES.get(name)
+
+
+def _require_known(node: Node) -> None:
+    """Gathering makes any pure function exact; what is not known to be pure is refused."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims"):
+        return
+    raise PlanError(
+        [
+            diagnostic(
+                "SC302",
+                where=place_of(node),
+                found=str(target),
+                legal="ATen operations",
+                help="replace the custom operation by ATen operations",
+            )
+        ]
+    )
+
+
+def _check(node: Node, decision: Decision, env: Env) -> None:
+    """Our own invariant: a placement describes a tensor of the node's shape, axes used once."""
+    outs = decision.out if isinstance(decision.out, tuple) else (decision.out,)
+    if is_tensor(node):
+        shape = env.shape(node)
+        spec = outs[0]
+        assert len(spec.dims) == len(shape), f"{node.format_node()}: {spec} for {shape}"
+        for index, size in enumerate(shape):
+            assert spec.size(index) == size, f"{node.format_node()}: {spec} for {shape}"
+    for spec in (*outs, *decision.wants.values()):
+        axes = [*spec.axes, *spec.partial]
+        assert len(axes) == len(set(axes)), f"{node.format_node()}: axis used twice in {spec}"
+    missing = [n for n in tensor_args(node) if n not in decision.wants]
+    assert not missing, f"{node.format_node()}: no placement asked of {missing}"
+
+
+def _gather_finding(node: Node, decision: Decision, env: Env) -> list[Diagnostic]:
+    findings = []
+    for operand, want in decision.wants.items():
+        native = env.native[operand]
+        if not isinstance(native, Spec):
+            continue
+        lost = [a for a in native.axes if a not in want.axes]
+        if not lost:
+            continue
+        size = operand.meta["val"].element_size()
+        for extent in env.shape(operand):
+            size *= evaluate(extent, env.capture.hints)
+        degree = env.mesh.degree(lost)
+        findings.append(
+            diagnostic(
+                "SC401",
+                where=place_of(node),
+                found=f"{decision.gathered}: {operand.name} gathered over {'+'.join(lost)}, "
+                f"{size * (degree - 1) // degree} bytes received per rank at this size",
+                legal="operations that act on each token alone, or sums and means over tokens",
+                help="exact as it is; move the operation out of the sharded part to save it",
+            )
+        )
+    return findings
+
+

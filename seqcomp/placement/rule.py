@@ -1,0 +1,167 @@
+"""What a placement rule is given and what it answers; helpers that rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+from torch.fx import Node
+
+from seqcomp.capture.edit import is_tensor
+from seqcomp.capture.export import Capture
+from seqcomp.capture.sizes import Size
+from seqcomp.diagnostics import Diagnostic
+from seqcomp.placement.spec import Dim, Factor, Spec, merged, replicated, whole
+
+
+@dataclass(frozen=True)
+class MeshView:
+    """The mesh as placement sees it: axes of size > 1 and what they divide."""
+
+    degrees: Mapping[str, int]
+    sequence: tuple[str, ...]  # ring, ulysses, tensor order
+    batch: tuple[str, ...]
+
+    def degree(self, axes: Iterable[str]) -> int:
+        total = 1
+        for axis in axes:
+            total *= self.degrees[axis]
+        return total
+
+
+@dataclass
+class Env:
+    """One placement run: the capture, the mesh, and the findings so far."""
+
+    capture: Capture
+    mesh: MeshView
+    native: dict[Node, Spec | tuple[Spec, ...]]
+    preferred: dict[Node, Spec] = field(default_factory=dict)
+    findings: list[Diagnostic] = field(default_factory=list)
+
+    def shape(self, node: Node) -> tuple[Size, ...]:
+        return self.capture.shape(node)
+
+    def spec(self, node: Node) -> Spec:
+        """The placement a rule may count on for an operand."""
+        if node in self.preferred:
+            return self.preferred[node]
+        spec = self.native[node]
+        assert isinstance(spec, Spec)
+        return spec
+
+    def even_degrees(self) -> dict[str, int]:
+        """Axes that deal out dims in contiguous pieces (never the sequence's permuted ones)."""
+        return {a: n for a, n in self.mesh.degrees.items() if a not in self.mesh.sequence}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The placements an operation needs and gives.
+
+    `form` names how the operation is lowered when it is not simply run on local tensors; a
+    `gathered` decision had to give up a sharding, for the reason stated.
+    """
+
+    wants: Mapping[Node, Spec]
+    out: Spec | tuple[Spec, ...]
+    form: str = "local"
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    gathered: str = ""
+
+
+Rule = Callable[[Node, Env], Decision | None]
+
+
+def tensor_args(node: Node) -> list[Node]:
+    return [n for n in node.all_input_nodes if is_tensor(n)]
+
+
+def unsharded(spec: Spec, dims: Iterable[int]) -> Spec:
+    """The spec with these dims whole (and no partial sums)."""
+    axes = [a for d in dims for a in spec.axes_of(d)]
+    return replace(spec.without(axes), partial=())
+
+
+def summed(spec: Spec) -> Spec:
+    return replace(spec, partial=())
+
+
+def as_is(spec: Spec, size: Size | None = None) -> Spec:
+    return spec
+
+
+def outputs_of(node: Node, env: Env) -> list[tuple[Size, ...]]:
+    """Shapes of the outputs of a node that returns several tensors."""
+    from seqcomp.capture.sizes import expression
+
+    return [
+        tuple(expression(s, env.capture.canonical) for s in val.shape)
+        for val in node.meta["val"]
+    ]
+
+
+def align(
+    nodes: Sequence[Node], shape: Sequence[Size], env: Env
+) -> tuple[dict[Node, Spec], tuple[Dim, ...]]:
+    """Placements with which operands broadcast to `shape` element by element.
+
+    Where one operand is sharded and another is not, the other is cut to match. An axis serves
+    one dim only: the first dim that uses it keeps it.
+    """
+    used: set[str] = set()
+    targets: list[Dim] = []
+    for index, size in enumerate(shape):
+        candidates = []
+        for node in nodes:
+            own = env.shape(node)
+            at = index - (len(shape) - len(own))
+            if at >= 0 and own[at] == size and size != 1:
+                candidates.append(env.spec(node).dims[at])
+        chosen = max(
+            candidates, key=lambda d: (_free_axes(d, used), len(d)), default=whole(size)
+        )
+        chosen = _strip(chosen, used)
+        used |= {a for f in chosen for a in f.axes}
+        targets.append(chosen)
+    wants = {}
+    for node in nodes:
+        own = env.shape(node)
+        offset = len(shape) - len(own)
+        dims = tuple(
+            targets[i + offset] if size == shape[i + offset] and size != 1 else whole(size)
+            for i, size in enumerate(own)
+        )
+        wants[node] = Spec(dims, env.spec(node).partial)
+    return wants, tuple(targets)
+
+
+def _free_axes(dim: Dim, used: set[str]) -> int:
+    return sum(1 for f in dim for a in f.axes if a not in used)
+
+
+def _strip(dim: Dim, used: set[str]) -> Dim:
+    return merged(
+        tuple(Factor(f.size, tuple(a for a in f.axes if a not in used)) for f in dim)
+    )
+
+
+def gather_all(node: Node, env: Env, reason: str) -> Decision:
+    """Every operand whole on every rank: exact for any operation, and never free."""
+    wants = {n: replicated(env.shape(n)) for n in tensor_args(node)}
+    sharded = any(env.spec(n).axes for n in tensor_args(node))
+    return Decision(wants, replicated_outputs(node, env), gathered=reason if sharded else "")
+
+
+def replicated_outputs(node: Node, env: Env) -> Spec | tuple[Spec, ...]:
+    if is_tensor(node):
+        return replicated(env.shape(node))
+    if isinstance(node.meta.get("val"), list | tuple):
+        return tuple(replicated(shape) for shape in outputs_of(node, env))
+    return Spec(())
+
+
+def integer(value: int) -> Size:
+    return sympy.Integer(value)

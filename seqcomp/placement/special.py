@@ -1,0 +1,162 @@
+"""Attention and token losses: the operations whose placement is the point of the exercise."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from seqcomp.capture.edit import argument, is_tensor, op_name, place_of
+from seqcomp.capture.recognise import AttentionInfo
+from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.layout.masks import Full
+from seqcomp.placement.pointwise import pointwise_rule
+from seqcomp.placement.rule import Decision, Env, Rule, align, summed
+from seqcomp.placement.spec import Dim, Factor, Spec, whole
+
+
+def attention_rule(node: Node, env: Env) -> Decision:
+    """q, k, v [B, H, S, d] sharded by tokens; masks are descriptions on global positions.
+
+    Queries that are sharded against memory that is not (cross attention, full mask) stay local:
+    every rank sees all keys. Unsharded attention is repeated on every rank.
+    """
+    info: AttentionInfo = node.meta["attention"]
+    q, k, v, mask = node.args[:4]
+    shape = env.shape(node)
+    tokens = _token_axes(env, q, k, v)
+    batch = _batch_dim(env, (q, k, v))
+    length = env.shape(q)[2]
+
+    def placed(item: Node, axes: tuple[str, ...]) -> Spec:
+        own = env.shape(item)
+        rows: Dim = (Factor(own[2], axes),) if axes else whole(own[2])
+        return Spec((batch, whole(own[1]), rows, whole(own[3])))
+
+    if not tokens:
+        wants = {n: placed(n, ()) for n in (q, k, v)}
+        if is_tensor(mask):
+            wants[mask] = _batch_only(mask, batch, env)
+        return Decision(wants, Spec((batch, whole(shape[1]), whole(length), whole(shape[3]))))
+    out = Spec((batch, whole(shape[1]), (Factor(length, tokens),), whole(shape[3])))
+    if env.shape(k)[2] != length:
+        if info.mask != Full():
+            raise _mask_error(node, info, "a mask between sequences of different lengths")
+        wants = {q: placed(q, tokens), k: placed(k, ()), v: placed(v, ())}
+        return Decision(wants, out)
+    if info.mask is None:
+        raise _mask_error(node, info, info.mask_found)
+    wants = {n: placed(n, tokens) for n in (q, k, v)}
+    return Decision(wants, out, form="attention", attributes={"tokens": tokens})
+
+
+def _token_axes(env: Env, q: Node, k: Node, v: Node) -> tuple[str, ...]:
+    """The axes that share out the tokens: those of a sharded operand, or all where S allows."""
+    for item in (q, k, v):
+        axes = tuple(a for a in env.spec(item).axes_of(2) if a in env.mesh.sequence)
+        if axes:
+            return axes if item is q or env.spec(q).axes_of(2) else ()
+    return ()
+
+
+def _batch_dim(env: Env, operands: tuple[Node, ...]) -> Dim:
+    return max((env.spec(n).dims[0] for n in operands), key=lambda d: sum(len(f.axes) for f in d))
+
+
+def _batch_only(mask: Node, batch: Dim, env: Env) -> Spec:
+    own = env.shape(mask)
+    lead = batch if len(own) == 4 and own[0] != 1 else whole(own[0])
+    return Spec((lead, *(whole(s) for s in own[1:])))
+
+
+def _mask_error(node: Node, info: AttentionInfo, found: str) -> PlanError:
+    return PlanError(
+        [
+            diagnostic(
+                "SC303",
+                where=place_of(node),
+                found=found,
+                legal="causal or full attention",
+                help="pass no mask (is_causal=True for causal attention); windows, packed "
+                "documents, padding and dense masks are not available yet",
+            )
+        ]
+    )
+
+
+def token_loss_rule(node: Node, env: Env) -> Decision | None:
+    """cross_entropy and nll_loss with reduction sum (partial) or none (per token).
+
+    The classes are whole; logits [N, C] or [N, C, d1, ...] and targets [N, d1, ...] agree.
+    """
+    logits, target = node.args[:2]
+    weight = argument(node, 2, "weight")
+    reduction = argument(node, 3, "reduction", 1)
+    own = env.shape(logits)
+    classes = 1 if len(own) > 1 else 0
+    if target.meta["val"].is_floating_point():
+        wants, dims = align([logits, target], own, env)
+        if any(f.axes for f in dims[classes]):
+            return None
+        rest = [d for i, d in enumerate(dims) if i != classes]
+    else:
+        spec = summed(env.spec(logits))
+        spec = spec.without(spec.axes_of(classes))
+        tokens = [d for i, d in enumerate(spec.dims) if i != classes]
+        at = summed(env.spec(target))
+        rest = [
+            a if sum(len(f.axes) for f in a) >= sum(len(f.axes) for f in b) else b
+            for a, b in zip(tokens, at.dims, strict=True)
+        ]
+        wants = {
+            logits: Spec((*rest[:classes], spec.dims[classes], *rest[classes:])),
+            target: Spec(tuple(rest)),
+        }
+    wants = {n: summed(s) for n, s in wants.items()}
+    if is_tensor(weight):
+        wants[weight] = Spec((whole(env.shape(weight)[0]),))
+    if reduction == 0:
+        return Decision(wants, Spec(tuple(rest)))
+    partial = tuple(a for dim in rest for f in dim for a in f.axes)
+    if reduction == 1 and partial:
+        return None
+    return Decision(wants, Spec((), partial))
+
+
+def element_loss_rule(node: Node, env: Env) -> Decision:
+    """mse_loss, l1_loss, ...: element-wise, then mean (1), sum (2) or nothing (0)."""
+    position = _ELEMENT_LOSSES[op_name(node)]
+    reduction = argument(node, position, "reduction", 1)
+    if reduction == 0:
+        return pointwise_rule(node, env)
+    operands = [n for n in node.args[:2] if is_tensor(n)]
+    shape = max((env.shape(n) for n in operands), key=len)
+    wants, dims = align(operands, shape, env)
+    wants = {n: summed(s) for n, s in wants.items()}
+    for other in node.all_input_nodes:
+        if is_tensor(other) and other not in wants:
+            wants[other] = Spec(tuple(whole(s) for s in env.shape(other)))
+    partial = tuple(a for dim in dims for f in dim for a in f.axes)
+    if reduction == 1 and partial:
+        return Decision(
+            wants, Spec((), partial), "mean", {"degree": env.mesh.degree(partial)}
+        )
+    return Decision(wants, Spec((), partial))
+
+
+_ELEMENT_LOSSES = {
+    "aten.mse_loss": 2,
+    "aten.l1_loss": 2,
+    "aten.smooth_l1_loss": 2,
+    "aten.huber_loss": 2,
+    "aten.binary_cross_entropy_with_logits": 4,
+    "aten.binary_cross_entropy": 3,
+    "aten.kl_div": 2,
+}
+
+SPECIAL_RULES: dict[str, Rule] = {
+    "attention": attention_rule,
+    **dict.fromkeys(
+        ("aten.cross_entropy_loss", "aten.nll_loss_nd", "aten.nll_loss"), token_loss_rule
+    ),
+    **dict.fromkeys(_ELEMENT_LOSSES, element_loss_rule),
+}
+

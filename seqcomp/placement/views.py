@@ -1,0 +1,169 @@
+"""Operations that rearrange dims without touching values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import sympy
+from torch.fx import Node
+
+from seqcomp.capture.edit import argument, op_name
+from seqcomp.placement.rule import Decision, Env, Rule, tensor_args
+from seqcomp.placement.spec import Dim, Factor, Spec, regroup, whole
+
+
+def reshape_rule(node: Node, env: Env) -> Decision:
+    """view, reshape, flatten, unflatten: factors move between dims; a torn one is gathered."""
+    source = node.args[0]
+    spec, reason = env.spec(source), ""
+    while True:
+        dims = regroup(spec.dims, env.shape(node), env.even_degrees())
+        if not isinstance(dims, Factor):
+            wants = {source: spec, **_shape_givers(node, Spec(dims))}
+            return Decision(wants, Spec(dims, spec.partial), gathered=reason)
+        if not dims.axes:
+            raise AssertionError(f"view of {env.shape(source)} as {env.shape(node)}")
+        reason = f"the view cuts the sharded dim of size {dims.size}"
+        spec = spec.without(dims.axes)
+
+
+def _moved(node: Node, env: Env, order: list[int]) -> Decision:
+    source = node.args[0]
+    spec = env.spec(source)
+    return Decision({source: spec}, Spec(tuple(spec.dims[i] for i in order), spec.partial))
+
+
+def transpose_rule(node: Node, env: Env) -> Decision:
+    ndim = len(env.shape(node))
+    order = list(range(ndim))
+    if op_name(node) == "aten.permute":
+        order = [d % ndim for d in node.args[1]]
+    elif ndim >= 2:
+        a, b = (0, 1) if len(node.args) < 3 else (node.args[1] % ndim, node.args[2] % ndim)
+        if op_name(node) in ("aten.mT", "aten.adjoint"):
+            a, b = ndim - 2, ndim - 1
+        order[a], order[b] = order[b], order[a]
+    return _moved(node, env, order)
+
+
+def movedim_rule(node: Node, env: Env) -> Decision:
+    ndim = len(env.shape(node))
+
+    def listed(value: int | list[int]) -> list[int]:
+        return [v % ndim for v in (value if isinstance(value, list | tuple) else [value])]
+
+    sources, targets = listed(node.args[1]), listed(node.args[2])
+    rest = iter([d for d in range(ndim) if d not in sources])
+    order = [
+        sources[targets.index(i)] if i in targets else next(rest) for i in range(ndim)
+    ]
+    return _moved(node, env, order)
+
+
+def unsqueeze_rule(node: Node, env: Env) -> Decision:
+    source, dim = node.args[0], node.args[1] % len(env.shape(node))
+    spec = env.spec(source)
+    dims = (*spec.dims[:dim], (), *spec.dims[dim:])
+    return Decision({source: spec}, Spec(dims, spec.partial))
+
+
+def squeeze_rule(node: Node, env: Env) -> Decision:
+    source = node.args[0]
+    spec, shape = env.spec(source), env.shape(source)
+    dims = argument(node, 1, "dim")
+    if dims is None:
+        candidates = set(range(len(shape)))
+    else:
+        listed = dims if isinstance(dims, list | tuple) else [dims]
+        candidates = {d % len(shape) for d in listed}
+    gone = {d for d in candidates if shape[d] == 1}
+    kept = tuple(dim for i, dim in enumerate(spec.dims) if i not in gone)
+    return Decision({source: spec}, Spec(kept, spec.partial))
+
+
+def expand_rule(node: Node, env: Env) -> Decision:
+    source = node.args[0]
+    spec, shape = env.spec(source), env.shape(node)
+    missing = len(shape) - len(spec.dims)
+    own = env.shape(source)
+    dims: list[Dim] = []
+    for i, size in enumerate(shape):
+        at = i - missing
+        dims.append(spec.dims[at] if at >= 0 and own[at] == size else whole(size))
+    wants = {source: spec, **_shape_givers(node, Spec(tuple(dims)))}
+    return Decision(wants, Spec(tuple(dims), spec.partial))
+
+
+def _shape_givers(node: Node, out: Spec) -> dict[Node, Spec]:
+    """Operands of view_as, expand_as, ...: their local shape is the local shape of the result."""
+    return {n: out for n in tensor_args(node) if n is not node.args[0]}
+
+
+def repeat_rule(node: Node, env: Env) -> Decision | None:
+    """repeat and tile: a repeated dim must be whole."""
+    source, repeats = node.args[0], list(node.args[1])
+    spec, shape = env.spec(source), env.shape(node)
+    missing = len(shape) - len(spec.dims)
+    repeats = [1] * (len(shape) - len(repeats)) + repeats
+    want, dims = spec, []
+    for i, size in enumerate(shape):
+        at = i - missing
+        if at >= 0 and repeats[i] == 1:
+            dims.append(i)
+        elif at >= 0:
+            want = want.without(want.axes_of(at))
+    out = tuple(
+        want.dims[i - missing] if i in dims else whole(size) for i, size in enumerate(shape)
+    )
+    reason = "a sharded dim is repeated" if want != spec else ""
+    return Decision({source: want}, Spec(out, spec.partial), gathered=reason)
+
+
+def repeat_interleave_rule(node: Node, env: Env) -> Decision | None:
+    source = node.args[0]
+    dim = argument(node, 2, "dim")
+    if not isinstance(node.args[1], int) or dim is None:
+        return None
+    spec, dim = env.spec(source), dim % len(env.shape(source))
+    want = spec.without(spec.axes_of(dim))
+    out = want.with_dim(dim, whole(env.shape(node)[dim]))
+    reason = "a sharded dim is repeated" if want != spec else ""
+    return Decision({source: want}, out, gathered=reason)
+
+
+def view_as_complex_rule(node: Node, env: Env) -> Decision:
+    source = node.args[0]
+    spec = env.spec(source)
+    want = spec.without(spec.axes_of(len(spec.dims) - 1))
+    return Decision({source: want}, replace(want, dims=want.dims[:-1]))
+
+
+def view_as_real_rule(node: Node, env: Env) -> Decision:
+    source = node.args[0]
+    spec = env.spec(source)
+    return Decision({source: spec}, replace(spec, dims=(*spec.dims, whole(sympy.Integer(2)))))
+
+
+def _rules() -> dict[str, Rule]:
+    table: dict[str, Rule] = {}
+    for name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as",
+                 "reshape_as", "_reshape_alias"):  # fmt: skip
+        table[f"aten.{name}"] = reshape_rule
+    for name in ("transpose", "permute", "t", "mT", "adjoint", "swapaxes", "swapdims", "numpy_T"):
+        table[f"aten.{name}"] = transpose_rule
+    for name in ("expand", "expand_as", "broadcast_to"):
+        table[f"aten.{name}"] = expand_rule
+    table |= {
+        "aten.movedim": movedim_rule,
+        "aten.unsqueeze": unsqueeze_rule,
+        "aten.squeeze": squeeze_rule,
+        "aten.repeat": repeat_rule,
+        "aten.tile": repeat_rule,
+        "aten.repeat_interleave": repeat_interleave_rule,
+        "aten.view_as_complex": view_as_complex_rule,
+        "aten.view_as_real": view_as_real_rule,
+    }
+    return table
+
+
+VIEW_RULES = _rules()

@@ -1,0 +1,68 @@
+"""The parts of the plan language that are not built yet: one table, one code each.
+
+When a part is built, delete its row. A plan that uses one is refused, never half obeyed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from seqcomp.diagnostics import CODES, Diagnostic, diagnostic
+from seqcomp.plan.schema import Plan
+from seqcomp.plan.source import Path
+
+
+def _strategy(name: str) -> Callable[[Plan], list[Path]]:
+    return lambda plan: [("strategies", name)] if getattr(plan.strategies, name) else []
+
+
+def _option(section: str, key: str, default: object) -> Callable[[Plan], list[Path]]:
+    """Places where ``strategies.<section>.<key>`` or ``memory.<key>`` is not the default."""
+
+    def places(plan: Plan) -> list[Path]:
+        path = ("memory", key) if section == "memory" else ("strategies", section, key)
+        holder = plan.memory if section == "memory" else getattr(plan.strategies, section)
+        return [path] if holder is not None and getattr(holder, key) != default else []
+
+    return places
+
+
+def _override(key: str) -> Callable[[Plan], list[Path]]:
+    return lambda plan: [
+        ("overrides", index, key)
+        for index, override in enumerate(plan.overrides)
+        if getattr(override, key)
+    ]
+
+
+# (code, a function that gives the places where a plan uses the part)
+NOT_AVAILABLE: tuple[tuple[str, Callable[[Plan], list[Path]]], ...] = (
+    ("SC901", _strategy("fsdp")),
+    ("SC902", _strategy("megatron_sp")),
+    ("SC903", lambda plan: [("padding",)] if plan.padding != "none" else []),
+    ("SC904", _option("ulysses", "pad_heads", False)),
+    ("SC905", _option("memory", "checkpoint", "none")),
+    ("SC906", _option("memory", "loss_chunks", 1)),
+    ("SC907", _option("memory", "offload", "none")),
+    ("SC908", _override("token_local")),
+    ("SC909", _override("gather")),
+    ("SC910", _option("data", "gradients", "sum")),
+    ("SC911", _option("fsdp", "mixed_precision", "none")),
+    ("SC912", _option("fsdp", "offload", "none")),
+)
+
+
+def check_available(plan: Plan) -> Iterator[Diagnostic]:
+    """One error per place where the plan uses a part that is not built yet."""
+    for code, places in NOT_AVAILABLE:
+        for path in places(plan):
+            yield diagnostic(
+                code,
+                where=plan.where(*path),
+                help=f"remove it from the plan: {CODES[code].text}",
+            )
+
+
+def is_available(code: str) -> bool:
+    """Whether the part with this SC9xx code is built."""
+    return all(row[0] != code for row in NOT_AVAILABLE)

@@ -1,0 +1,1 @@
+"""What runs on each rank: groups, collectives with gradients, attention over shards."""

@@ -1,0 +1,132 @@
+"""The whole sequence-parallel attention as one autograd node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from seqcomp.layout.masks import Mask
+from seqcomp.layout.sequence import SequenceLayout
+from seqcomp.runtime.attention import kernels, ring, ulysses
+from seqcomp.runtime.comm import Communicator
+
+Transport = Literal["p2p", "allgather"]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How one attention runs. ``scale`` None is 1/sqrt(d).
+
+    ``layout.ring`` must be the ring's size; its inner degree does not matter here, because the
+    tokens of a ring rank do not depend on it.
+    """
+
+    mask: Mask
+    layout: SequenceLayout
+    transport: Transport = "p2p"
+    scale: float | None = None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionPlan,
+    *,
+    ring: Communicator | None = None,
+    ulysses: Communicator | None = None,
+    label: str = "",
+) -> Tensor:
+    """[B, Hq, s, d] queries, [B, Hkv, s, d] keys and values of this rank -> [B, Hq, s, dv].
+
+    s is the local length, S / (ring * ulysses); the output has the dtype of q, gradients those
+    of their inputs. Hkv divides Hq; the Ulysses degree divides Hq, and divides Hkv or is divided
+    by it. Every rank of both groups takes part, in forward and in backward. Under autocast the
+    inputs are cast as scaled_dot_product_attention casts them; otherwise TypeError where their
+    dtypes differ. Saves 1/P of the sequence: q, k, v, the output and its log-sum-exp.
+    """
+    q, k, v = _same_dtype(q, k, v)
+    ring = ring if ring is not None and ring.size > 1 else None
+    ulysses = ulysses if ulysses is not None and ulysses.size > 1 else None
+    assert plan.layout.ring == (ring.size if ring else 1), f"{plan.layout} in a ring of {ring}"
+    assert k.shape[:3] == v.shape[:3], f"k {list(k.shape)}, v {list(v.shape)}"
+    assert k.shape[2] == q.shape[2], f"{q.shape[2]} queries, {k.shape[2]} keys"
+    assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads, {k.shape[1]} KV heads"
+    assert ulysses is None or q.shape[1] % ulysses.size == 0, f"{q.shape[1]} query heads"
+    return _Attention.apply(q, k, v, plan, ring, ulysses, label)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: AttentionPlan,
+        ring_comm: Communicator | None,
+        heads_comm: Communicator | None,
+        label: str,
+    ) -> Tensor:
+        ctx.heads = (q.shape[1], k.shape[1], v.shape[1])
+        ctx.heads_comm = heads_comm
+        ctx.label = label
+        if heads_comm is not None:
+            q, k, v = ulysses.to_heads((q, k, v), heads_comm, label=label)
+        q, k, v = (_dense(x) for x in (q, k, v))
+        ctx.ring = ring.Ring(
+            comm=ring_comm,
+            mask=plan.mask,
+            layout=plan.layout,
+            length=q.shape[2] * plan.layout.ring,
+            gathered=plan.transport == "allgather",
+            kernel=kernels.kernel(
+                kernels.choose(q.device, q.dtype, q.shape[3], v.shape[3]),
+                group=q.shape[1] // k.shape[1],
+            ),
+            scale=q.shape[3] ** -0.5 if plan.scale is None else plan.scale,
+            label=label,
+        )
+        out, lse = ring.forward(ctx.ring, q, k, v)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        if heads_comm is None:
+            return out
+        return ulysses.to_tokens((out,), ctx.heads[:1], heads_comm, label=label)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        comm: Communicator | None = ctx.heads_comm
+        if comm is not None:
+            dout = ulysses.to_heads((dout,), comm, phase="backward", label=ctx.label)[0]
+        grads = ring.backward(ctx.ring, dout.contiguous(), q, k, v, out, lse)
+        dq, dk, dv = (grad.to(q.dtype) for grad in grads)
+        if comm is not None:
+            dq, dk, dv = ulysses.to_tokens(
+                (dq, dk, dv), ctx.heads, comm, phase="backward", label=ctx.label
+            )
+        return dq, dk, dv, None, None, None, None
+
+
+def _same_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        return q.to(dtype), k.to(dtype), v.to(dtype)
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"attention needs one dtype, found q {q.dtype}, k {k.dtype}, v {v.dtype}; "
+            "cast them, or run under torch.autocast"
+        )
+    return q, k, v
+
+
+def _dense(x: Tensor) -> Tensor:
+    # Kernels read rows of d adjacent numbers, and some misread other strides silently.
+    return x if x.stride(-1) == 1 else x.contiguous()

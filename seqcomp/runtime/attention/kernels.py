@@ -1,0 +1,274 @@
+"""Attention kernels behind one interface, with the log-sum-exp that merging needs.
+
+Shapes: q [B,Hq,Sq,d], k [B,Hkv,Sk,d], v [B,Hkv,Sk,dv], out [B,Hq,Sq,dv] in the dtype of q, lse
+[B,Hq,Sq] natural logarithm in fp32 (fp64 for fp64). The backward takes the out and lse of the
+*whole* softmax, of which the given keys may be a part, and returns what these keys contribute to
+dq, dk, dv. ``causal`` is only used on square tiles, where kernels agree on its meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from seqcomp.runtime.attention import math_kernel
+
+aten = torch.ops.aten
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class Forward(Protocol):
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Backward(Protocol):
+    def __call__(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Grads: ...
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """``grouped``: takes fewer KV heads than query heads and returns dk, dv for the KV heads."""
+
+    name: str
+    forward: Forward
+    backward: Backward
+    grouped: bool
+
+
+def kernel(name: str, *, group: int = 1) -> Kernel:
+    """The kernel of that name; for ``group`` = Hq / Hkv > 1 wrapped where it needs equal heads."""
+    found = _KERNELS[name]
+    return found if group == 1 or found.grouped else _expanding(found, group)
+
+
+def choose(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str:
+    """The fastest kernel that takes these tensors."""
+    if head_dim != value_dim:
+        return "math"
+    if device.type == "cpu" and dtype in _CPU_DTYPES:
+        return "cpu_flash"
+    if device.type == "cuda" and dtype != torch.float64 and head_dim % 8 == 0:
+        half = dtype in (torch.float16, torch.bfloat16)
+        return "cuda_flash" if half and _flash_fits(device, head_dim) else "cuda_efficient"
+    return "math"
+
+
+_CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _flash_fits(device: torch.device, head_dim: int) -> bool:
+    return (
+        head_dim <= 256
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+def _cpu_flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _cpu_flash_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> Grads:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale
+    )
+
+
+def _cuda_flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def _cuda_flash_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> Grads:
+    seed, offset = _no_dropout_state(q.device)
+    return aten._scaled_dot_product_flash_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        seed,
+        offset,
+        scale=scale,
+    )
+
+
+def _cuda_efficient_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, causal, scale=scale
+    )
+    return out, lse[..., : q.shape[2]]
+
+
+def _cuda_efficient_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> Grads:
+    seed, offset = _no_dropout_state(q.device)
+    # The kernel reads whole blocks of 32 rows and takes +inf for rows that are not there.
+    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        None,
+        out,
+        padded.contiguous(),
+        seed,
+        offset,
+        0.0,
+        [True, True, True, False],
+        causal,
+        scale=scale,
+    )
+    return dq, dk, dv
+
+
+def _cuda_cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    return out, (lse.squeeze(-1) if lse.dim() == 4 else lse)
+
+
+def _cuda_cudnn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> Grads:
+    seed, offset = _no_dropout_state(q.device)
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.unsqueeze(-1).contiguous(),
+        seed,
+        offset,
+        None,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        scale=scale,
+    )
+
+
+def _no_dropout_state(device: torch.device) -> tuple[Tensor, Tensor]:
+    state = torch.zeros(2, dtype=torch.int64, device=device)
+    return state[0], state[1]
+
+
+def _expanding(inner: Kernel, group: int) -> Kernel:
+    """Repeat KV heads for a kernel without groups, and sum their gradients over each group."""
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return inner.forward(q, _repeat(k, group), _repeat(v, group), causal=causal, scale=scale)
+
+    def backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Grads:
+        k, v = _repeat(k, group), _repeat(v, group)
+        dq, dk, dv = inner.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+        return dq, _sum_groups(dk, group), _sum_groups(dv, group)
+
+    return Kernel(inner.name, forward, backward, grouped=True)
+
+
+def _repeat(x: Tensor, group: int) -> Tensor:
+    return x.repeat_interleave(group, dim=1)
+
+
+def _sum_groups(x: Tensor, group: int) -> Tensor:
+    return x.unflatten(1, (-1, group)).sum(2, dtype=x.dtype)
+
+
+_KERNELS = {
+    "math": Kernel("math", math_kernel.forward, math_kernel.backward, grouped=True),
+    "cpu_flash": Kernel("cpu_flash", _cpu_flash_forward, _cpu_flash_backward, grouped=True),
+    "cuda_flash": Kernel("cuda_flash", _cuda_flash_forward, _cuda_flash_backward, grouped=True),
+    "cuda_efficient": Kernel(
+        "cuda_efficient", _cuda_efficient_forward, _cuda_efficient_backward, grouped=False
+    ),
+    "cuda_cudnn": Kernel("cuda_cudnn", _cuda_cudnn_forward, _cuda_cudnn_backward, grouped=False),
+}

@@ -1,0 +1,63 @@
+"""Merging partial softmaxes: (out, lse) of disjoint key sets -> (out, lse) of their union.
+
+m' = max(m, m_b), l' = l exp(m - m') + l_b exp(m_b - m') and likewise for out (Milakov and
+Gimelshein, 2018; Dao et al., FlashAttention, 2022), written with lse = m + log l: the new part
+enters with weight sigmoid(lse_b - lse). Accumulators are fp32, or fp64 for fp64 inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge a part into the accumulators in place.
+
+    out, part [..., S, d]; lse, part_lse [..., S]; -inf where a row has seen nothing, on either
+    side or on both.
+    """
+    # -inf minus -inf: neither side has seen anything, so nothing is added.
+    nothing = float("-inf")
+    gap = (part_lse - lse).masked_fill_((part_lse == nothing) & (lse == nothing), 0.0)
+    out.lerp_(part.to(out.dtype), gap.sigmoid_().unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+class SoftmaxAccumulator:
+    """Collects the parts of one attention; rows that no part covers end as out = 0, lse = -inf."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
+        """Merge a part for the rows [start, stop); takes ownership of ``out`` and ``lse``."""
+        dtype = accumulator_dtype(out.dtype)
+        if self._out is None and (start, stop) == (0, self._rows):
+            self._out, self._lse = out.to(dtype), lse.to(dtype)
+            return
+        if self._out is None:
+            self._allocate(out, dtype)
+        assert self._out is not None
+        assert self._lse is not None
+        merge_(self._out[..., start:stop, :], self._lse[..., start:stop], out, lse.to(dtype))
+
+    def result(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(out in accumulator dtype, lse); ``like`` [..., S, d] shapes a result without parts."""
+        if self._out is None:
+            self._allocate(like, accumulator_dtype(like.dtype))
+        assert self._out is not None
+        assert self._lse is not None
+        return self._out, self._lse
+
+    def _allocate(self, like: Tensor, dtype: torch.dtype) -> None:
+        shape = (*like.shape[:-2], self._rows, like.shape[-1])
+        self._out = like.new_zeros(shape, dtype=dtype)
+        self._lse = like.new_full(shape[:-1], float("-inf"), dtype=dtype)

@@ -1,0 +1,238 @@
+"""Ring attention: queries stay, keys and values go round (Liu et al., Ring Attention, 2023).
+
+Rank i holds the block of rank i - t at step t. K and V make P - 1 hops, in forward and again in
+backward. The gradients of a block make P - 1 hops too: what its owner computes stays at home, the
+travelling accumulator starts one rank further and ends at the owner. The transport "allgather"
+replaces the hops by one all-gather of K and V and one reduce-scatter of their gradients.
+
+All functions work on the tokens of a whole ring rank and know nothing of autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqcomp.layout.masks import Mask, Tile, TileTask, tiles
+from seqcomp.layout.sequence import SequenceLayout, slice_ranges
+from seqcomp.runtime.attention import math_kernel
+from seqcomp.runtime.attention.kernels import Grads, Kernel
+from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
+from seqcomp.runtime.comm import Communicator, Pending
+from seqcomp.runtime.traffic import Phase
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One attention's view of its ring. ``comm`` None is a ring of one; ``length`` is global."""
+
+    comm: Communicator | None
+    mask: Mask
+    layout: SequenceLayout
+    length: int
+    gathered: bool
+    kernel: Kernel
+    scale: float
+    label: str = ""
+
+    @property
+    def size(self) -> int:
+        return self.comm.size if self.comm else 1
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank if self.comm else 0
+
+    def ranges(self, rank: int) -> tuple[range, ...]:
+        return self.layout.ring_ranges(self.length, rank)
+
+    def tasks(self, source: int) -> tuple[TileTask, ...]:
+        """This rank's queries against the block of ``source``."""
+        return tiles(self.mask, self.ranges(self.rank), self.ranges(source))
+
+
+def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """[B,Hq,n,d], [B,Hkv,n,d] x 2 -> out [B,Hq,n,dv] and lse [B,Hq,n] in accumulator dtype."""
+    rows = q.shape[2]
+    softmax = SoftmaxAccumulator(rows)
+    for source, k_block, v_block in _blocks(ring, k, v, "forward"):
+        for task in ring.tasks(source):
+            out, lse = _forward_tile(ring, task, source, q, k_block, v_block)
+            softmax.add(task.q_start, task.q_stop, out, lse)
+    return softmax.result(q.new_empty((*q.shape[:3], v.shape[3])))
+
+
+def backward(
+    ring: Ring, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> Grads:
+    """dq, dk, dv in accumulator dtype; ``out`` in the dtype of q, ``lse`` as from ``forward``."""
+    dq = _Sum(q)
+    route = _Gathered(ring, k, v) if ring.gathered and ring.size > 1 else _Travelling(ring, k, v)
+    for source, k_block, v_block in _blocks(ring, k, v, "backward"):
+        parts = []
+        for task in ring.tasks(source):
+            grads = _backward_tile(ring, task, source, (dout, q, out, lse), (k_block, v_block))
+            dq.add(task.q_start, task.q_stop, grads[0])
+            parts.append((task.k_start, task.k_stop, grads[1], grads[2]))
+        route.add(source, parts)
+    dk, dv = route.result()
+    return dq.result(), dk, dv
+
+
+def _blocks(ring: Ring, k: Tensor, v: Tensor, phase: Phase) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(source, K, V), own block first. The next block travels while the caller computes."""
+    if ring.comm is None or ring.size == 1:
+        yield 0, k, v
+    elif ring.gathered:
+        packed = torch.cat((k.reshape(-1), v.reshape(-1)))
+        rows = ring.comm.all_gather(packed, phase=phase, label=ring.label)
+        for step in range(ring.size):
+            source = (ring.rank - step) % ring.size
+            k_flat, v_flat = rows[source].split((k.numel(), v.numel()))
+            yield source, k_flat.view(k.shape), v_flat.view(v.shape)
+    else:
+        k, v = k.contiguous(), v.contiguous()
+        for step in range(ring.size):
+            last = step == ring.size - 1
+            pending = None if last else _pass_on(ring, ring.comm, (k, v), phase)
+            yield (ring.rank - step) % ring.size, k, v
+            if pending is not None:
+                k, v = pending.wait()
+
+
+def _pass_on(ring: Ring, comm: Communicator, tensors: tuple[Tensor, ...], phase: Phase) -> Pending:
+    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    return comm.start_exchange(tensors, to=to, source=source, phase=phase, label=ring.label)
+
+
+Part = tuple[int, int, Tensor, Tensor]
+"""Keys [start, stop) of a block with what one tile gives to their dk and dv."""
+
+
+class _Travelling:
+    """dK/dV accumulators that follow their block round the ring."""
+
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
+        self._ring = ring
+        self._like = (k, v)
+        self._home: tuple[Tensor, Tensor] | None = None
+        self._arriving: Pending | None = None
+
+    def add(self, source: int, parts: list[Part]) -> None:
+        ring = self._ring
+        if source == ring.rank:
+            self._home = self._summed(parts, None)
+            return
+        assert ring.comm is not None
+        # What arrives is a buffer of our own: it may be added to until it is sent on.
+        arrived = None if self._arriving is None else self._arriving.wait()
+        self._arriving = _pass_on(ring, ring.comm, self._summed(parts, arrived), "backward")
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        assert self._home is not None
+        dk, dv = self._home
+        if self._arriving is not None:
+            dk_far, dv_far = self._arriving.wait()
+            dk, dv = dk.add_(dk_far), dv.add_(dv_far)
+        return dk, dv
+
+    def _summed(self, parts: list[Part], onto: list[Tensor] | None) -> tuple[Tensor, Tensor]:
+        dk, dv = (_Sum(like) for like in self._like)
+        if onto is not None:
+            for total, tensor in zip((dk, dv), onto, strict=True):
+                total.add(0, tensor.shape[2], tensor)
+        for start, stop, dk_part, dv_part in parts:
+            dk.add(start, stop, dk_part)
+            dv.add(start, stop, dv_part)
+        return dk.result(), dv.result()
+
+
+class _Gathered:
+    """dK/dV of all blocks side by side until one reduce-scatter."""
+
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
+        assert ring.comm is not None
+        self._ring = ring
+        self._comm = ring.comm
+        self._shapes = (k.shape, v.shape)
+        self._sizes = (k.numel(), v.numel())
+        dtype = accumulator_dtype(k.dtype)
+        self._rows = k.new_zeros((ring.size, sum(self._sizes)), dtype=dtype)
+
+    def add(self, source: int, parts: list[Part]) -> None:
+        dk, dv = self._split(self._rows[source])
+        for start, stop, dk_part, dv_part in parts:
+            dk[:, :, start:stop] += dk_part
+            dv[:, :, start:stop] += dv_part
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        total = self._comm.reduce_scatter(self._rows, phase="backward", label=self._ring.label)
+        return self._split(total)
+
+    def _split(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        dk, dv = row.split(self._sizes)
+        return dk.view(self._shapes[0]), dv.view(self._shapes[1])
+
+
+class _Sum:
+    """A gradient [B,H,n,d] added up in accumulator dtype from parts along the tokens."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._dtype = accumulator_dtype(like.dtype)
+        self._total: Tensor | None = None
+
+    def add(self, start: int, stop: int, part: Tensor) -> None:
+        """Takes ownership of ``part``."""
+        if self._total is None and stop - start == self._like.shape[2]:
+            self._total = part.to(self._dtype)
+        else:
+            self.result()[:, :, start:stop] += part
+
+    def result(self) -> Tensor:
+        if self._total is None:
+            self._total = torch.zeros_like(self._like, dtype=self._dtype)
+        return self._total
+
+
+def _forward_tile(
+    ring: Ring, task: TileTask, source: int, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    q = q[:, :, task.q_start : task.q_stop]
+    k, v = (x[:, :, task.k_start : task.k_stop] for x in (k, v))
+    if task.kind is Tile.PARTIAL:
+        mask = _tile_mask(ring, task, source, q.device)
+        return math_kernel.forward(q, k, v, causal=False, scale=ring.scale, mask=mask)
+    return ring.kernel.forward(q, k, v, causal=task.kind is Tile.CAUSAL, scale=ring.scale)
+
+
+def _backward_tile(
+    ring: Ring,
+    task: TileTask,
+    source: int,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    keys: tuple[Tensor, Tensor],
+) -> Grads:
+    dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
+    k, v = (x[:, :, task.k_start : task.k_stop] for x in keys)
+    if task.kind is Tile.PARTIAL:
+        mask = _tile_mask(ring, task, source, q.device)
+        return math_kernel.backward(
+            dout, q, k, v, out, lse, causal=False, scale=ring.scale, mask=mask
+        )
+    causal = task.kind is Tile.CAUSAL
+    return ring.kernel.backward(dout, q, k, v, out, lse, causal=causal, scale=ring.scale)
+
+
+def _tile_mask(ring: Ring, task: TileTask, source: int, device: torch.device) -> Tensor:
+    """[rows, columns], True where a query of the tile sees a key."""
+    q_ranges = slice_ranges(ring.ranges(ring.rank), task.q_start, task.q_stop)
+    k_ranges = slice_ranges(ring.ranges(source), task.k_start, task.k_stop)
+    q, k = (
+        torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])
+        for ranges in (q_ranges, k_ranges)
+    )
+    return ring.mask.visible(q[:, None], k[None, :])

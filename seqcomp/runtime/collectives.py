@@ -1,0 +1,314 @@
+"""Collectives on local tensors, with their gradients.
+
+Convention inside a compiled graph: the cotangent of a replicated value is partial (every rank
+holds a summand), that of a sharded value is the shard. Hence the pairs all-gather <->
+reduce-scatter, all-reduce <-> all-reduce, all-to-all <-> all-to-all, shard <-> zero-padded
+scatter. At the boundary of a module the cotangent is replicated instead, and the functions that
+stand there say so.
+
+``layout`` says which global tokens each rank of ``comm`` holds (``layout.size == comm.size``);
+None is the plain even split in rank order. ``label`` names the caller in the byte counter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from seqcomp.layout.sequence import SequenceLayout
+from seqcomp.runtime.comm import Communicator
+
+Cotangent = Literal["partial", "replicated"]
+
+
+def shard(
+    x: Tensor,
+    dim: int,
+    comm: Communicator,
+    layout: SequenceLayout | None = None,
+) -> Tensor:
+    """Replicate -> Shard: this rank's tokens along ``dim``, in local order; sends nothing.
+
+    The backward scatters into zeros: the partial cotangent of a replicated value.
+    """
+    return _Shard.apply(x, _Tokens(x, dim, comm, layout, ""), False)
+
+
+def enter(
+    x: Tensor,
+    dim: int,
+    comm: Communicator,
+    layout: SequenceLayout | None = None,
+    *,
+    label: str = "",
+) -> Tensor:
+    """``shard`` at a module's entry: the backward gathers, so every rank has the cotangent."""
+    return _Shard.apply(x, _Tokens(x, dim, comm, layout, label), True)
+
+
+def gather(
+    x: Tensor,
+    dim: int,
+    comm: Communicator,
+    layout: SequenceLayout | None = None,
+    *,
+    cotangent: Cotangent = "partial",
+    label: str = "",
+) -> Tensor:
+    """Shard -> Replicate: all tokens along ``dim`` in global order.
+
+    The backward is a reduce-scatter of a partial cotangent, or this rank's slice of a replicated
+    one (a module's output).
+    """
+    return _Gather.apply(x, _Tokens(x, dim, comm, layout, label, local=True), cotangent)
+
+
+def reduce_scatter(
+    x: Tensor,
+    dim: int,
+    comm: Communicator,
+    layout: SequenceLayout | None = None,
+    *,
+    label: str = "",
+) -> Tensor:
+    """Partial -> Shard: the sum over the ranks, of which this rank keeps its tokens."""
+    return _ReduceScatter.apply(x, _Tokens(x, dim, comm, layout, label))
+
+
+def all_reduce(
+    x: Tensor, comm: Communicator, *, cotangent: Cotangent = "partial", label: str = ""
+) -> Tensor:
+    """Partial -> Replicate: the sum over the ranks.
+
+    The backward sums a partial cotangent, and passes a replicated one (a loss) on as it is.
+    """
+    return _AllReduce.apply(x, comm, cotangent, label)
+
+
+def own_cotangent(x: Tensor, comm: Communicator) -> Tensor:
+    """Identity; of a replicated cotangent only rank 0 keeps its copy, which makes it partial."""
+    return _OwnCotangent.apply(x, comm)
+
+
+def all_to_all(
+    x: Tensor, scatter_dim: int, gather_dim: int, comm: Communicator, *, label: str = ""
+) -> Tensor:
+    """Shard(gather_dim) -> Shard(scatter_dim) in one exchange.
+
+    ``scatter_dim`` is cut into P equal pieces, ``gather_dim`` grows P times, in rank order.
+    """
+    scatter_dim, gather_dim = scatter_dim % x.dim(), gather_dim % x.dim()
+    assert scatter_dim != gather_dim
+    assert x.shape[scatter_dim] % comm.size == 0, f"{x.shape[scatter_dim]} over {comm.size} ranks"
+    return _AllToAll.apply(x, scatter_dim, gather_dim, comm, label)
+
+
+class _Tokens:
+    """Where the tokens of one dim live: moves between the global order and the ranks' shards."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        dim: int,
+        comm: Communicator,
+        layout: SequenceLayout | None,
+        label: str,
+        *,
+        local: bool = False,
+    ) -> None:
+        self.dim = dim % x.dim()
+        self.comm = comm
+        self.label = label
+        self.layout = layout or SequenceLayout("contiguous", comm.size)
+        assert self.layout.size == comm.size, f"{self.layout} over {comm.size} ranks"
+        self.length = x.shape[self.dim] * (comm.size if local else 1)
+
+    def take(self, x: Tensor, rank: int | None = None) -> Tensor:
+        """A rank's tokens of a global tensor, as a new tensor."""
+        pieces = [x[self._at(part)] for part in self._ranges(rank)]
+        if len(pieces) == 1:
+            return pieces[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(pieces, self.dim)
+
+    def put(self, target: Tensor, x: Tensor, rank: int | None = None) -> None:
+        """Write a rank's tokens to their places in a global tensor."""
+        start = 0
+        for part in self._ranges(rank):
+            target[self._at(part)] = x.narrow(self.dim, start, len(part))
+            start += len(part)
+
+    def scattered(self, x: Tensor) -> Tensor:
+        """Shard [..., s/P, ...] -> zeros [..., s, ...] with the shard in its places."""
+        out = x.new_zeros(self._shape(x, self.length))
+        self.put(out, x)
+        return out
+
+    def blocks(self, x: Tensor) -> Tensor:
+        """Global [..., s, ...] -> [P, ..., s/P, ...], one row for each rank."""
+        size = self.comm.size
+        out = x.new_empty((size, *self._shape(x, self.length // size)))
+        for rank in range(size):
+            start = 0
+            for part in self._ranges(rank):
+                out[rank].narrow(self.dim, start, len(part)).copy_(x[self._at(part)])
+                start += len(part)
+        return out
+
+    def gathered(self, x: Tensor, phase: Literal["forward", "backward"]) -> Tensor:
+        """One all-gather, then every shard in its places."""
+        if self.comm.size == 1:
+            return x.clone()
+        rows = self.comm.all_gather(x, phase=phase, label=self.label)
+        if self.layout.is_identity and all(n == 1 for n in x.shape[: self.dim]):
+            return rows.reshape(self._shape(x, self.length))
+        out = x.new_empty(self._shape(x, self.length))
+        for rank, row in enumerate(rows):
+            self.put(out, row, rank)
+        return out
+
+    def _ranges(self, rank: int | None) -> tuple[range, ...]:
+        return self.layout.ranges(self.length, self.comm.rank if rank is None else rank)
+
+    def _at(self, part: range) -> tuple[slice, ...]:
+        return (slice(None),) * self.dim + (slice(part.start, part.stop, part.step),)
+
+    def _shape(self, x: Tensor, length: int) -> tuple[int, ...]:
+        return (*x.shape[: self.dim], length, *x.shape[self.dim + 1 :])
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, tokens: _Tokens, complete: bool) -> Tensor:
+        return tokens.take(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.tokens, ctx.complete = inputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.complete:
+            return ctx.tokens.gathered(grad, "backward"), None, None
+        return ctx.tokens.scattered(grad), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, tokens: _Tokens, cotangent: Cotangent) -> Tensor:
+        return tokens.gathered(x, "forward")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.tokens, ctx.cotangent = inputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        tokens: _Tokens = ctx.tokens
+        if ctx.cotangent == "replicated":
+            return tokens.take(grad), None, None
+        rows = tokens.blocks(grad)
+        return tokens.comm.reduce_scatter(rows, phase="backward", label=tokens.label), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, tokens: _Tokens) -> Tensor:
+        return tokens.comm.reduce_scatter(tokens.blocks(x), label=tokens.label)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.tokens = inputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.tokens.gathered(grad, "backward"), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, comm: Communicator, cotangent: Cotangent, label: str) -> Tensor:
+        return comm.all_reduce(x, label=label)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.comm, ctx.cotangent, ctx.label = inputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.cotangent == "replicated":
+            return grad, None, None, None
+        return ctx.comm.all_reduce(grad, phase="backward", label=ctx.label), None, None, None
+
+
+class _OwnCotangent(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, comm: Communicator) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.comm = inputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if ctx.comm.rank == 0 else torch.zeros_like(grad), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor, scatter_dim: int, gather_dim: int, comm: Communicator, label: str
+    ) -> Tensor:
+        rows = x.unflatten(scatter_dim, (comm.size, -1)).movedim(scatter_dim, 0)
+        return _glued(comm.all_to_all(rows, label=label), gather_dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.scatter_dim, ctx.gather_dim, ctx.comm, ctx.label = inputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        comm: Communicator = ctx.comm
+        rows = grad.unflatten(ctx.gather_dim, (comm.size, -1)).movedim(ctx.gather_dim, 0)
+        rows = comm.all_to_all(rows, phase="backward", label=ctx.label)
+        return _glued(rows, ctx.scatter_dim), None, None, None, None
+
+
+def _glued(rows: Tensor, dim: int) -> Tensor:
+    """[P, ..., n, ...] -> [..., P*n, ...]."""
+    return rows.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def sum_gradient(x: Tensor, comm: Communicator, *, label: str = "") -> Tensor:
+    """Identity; the backward sums the cotangent over ``comm``, in fp32 for narrower dtypes.
+
+    For what the ranks replicate from outside the graph: parameters, and inputs that need a
+    gradient. Inside, their cotangents are partial.
+    """
+    return _SumGradient.apply(x, comm, label)
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, comm: Communicator, label: str) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.comm, ctx.label = inputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        wide = grad.float() if grad.dtype.itemsize < 4 else grad
+        total = ctx.comm.all_reduce(wide, phase="backward", label=ctx.label)
+        return total.to(grad.dtype), None, None

@@ -1,0 +1,266 @@
+"""The only place that makes process groups.
+
+Groups are cached by the partition of the ranks they belong to, counted, shared by all contexts
+that need the same partition, and destroyed when the last of them closes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from seqcomp.runtime.comm import (
+    Communicator,
+    Pending,
+    RankContext,
+    Reduction,
+    sum_in_rank_order,
+)
+from seqcomp.runtime.host import GlooHost, LonelyHost, PrefixedStore
+from seqcomp.runtime.traffic import Traffic
+
+__all__ = ["Communicator", "RankContext", "Traffic", "group_count", "process_context"]
+
+Partition = tuple[tuple[int, ...], ...]
+"""Disjoint sets of global ranks, each sorted, that together cover a mesh."""
+
+
+@dataclass
+class _Entry:
+    group: dist.ProcessGroup
+    world: dist.ProcessGroup
+    users: int = 0
+
+
+# Keyed by (partition, backend). A whole partition, not one's own ranks: creating groups is
+# collective, so whether it happens must be decided alike on every rank.
+_groups: dict[tuple[Partition, str], _Entry] = {}
+
+
+def group_count() -> int:
+    """How many process groups seqcomp has made and not destroyed."""
+    _forget_dead_groups()
+    return len(_groups)
+
+
+def process_context(
+    sizes: dict[str, int], mesh: DeviceMesh | None = None, device: torch.device | None = None
+) -> RankContext:
+    """The context of this process in a mesh of ``sizes`` (axis -> size, outermost first).
+
+    Ranks are laid out row-major, or as in ``mesh``, whose axes must then be those of ``sizes`` in
+    the same order and whose groups are used for single axes. ``device`` defaults to the CPU for
+    gloo and to the current accelerator otherwise. Needs an initialised default group.
+    """
+    return ProcessContext(sizes, mesh, device)
+
+
+class ProcessContext(RankContext):
+    """See ``process_context``."""
+
+    def __init__(
+        self, sizes: dict[str, int], mesh: DeviceMesh | None, device: torch.device | None
+    ) -> None:
+        assert dist.is_initialized(), "torch.distributed is not initialised"
+        rank = dist.get_rank()
+        shape = tuple(sizes.values())
+        if mesh is None:
+            grid = torch.arange(dist.get_world_size()).reshape(shape)
+        else:
+            assert tuple(mesh.mesh.shape) == shape, f"mesh {mesh.mesh.shape} is not {shape}"
+            grid = mesh.mesh.cpu()
+        place = (grid == rank).nonzero()
+        assert len(place) == 1, f"rank {rank} is not in the mesh"
+        if device is None:
+            device = _default_device()
+        super().__init__(sizes, dict(zip(sizes, place[0].tolist(), strict=True)), rank, device)
+        self._grid = grid
+        self._mesh = mesh
+        self._comms: dict[tuple[str, ...], ProcessCommunicator] = {}
+        self._used: list[tuple[Partition, str]] = []
+        self._closed = False
+        self.host = GlooHost(self._host_group()) if self.world_size > 1 else LonelyHost()
+        self.store = PrefixedStore()
+
+    def comm(self, axes: tuple[str, ...]) -> Communicator:
+        if axes not in self._comms:
+            assert not self._closed, "the context is closed"
+            self._comms[axes] = self._make(axes)
+        return self._comms[axes]
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._comms.clear()
+        for key in self._used:
+            _release(key)
+        self._used.clear()
+
+    def _make(self, axes: tuple[str, ...]) -> ProcessCommunicator:
+        size, rank = self._nested(axes)
+        name = "+".join(axes)
+        if size == 1:
+            return ProcessCommunicator(name, [self.rank], rank, self.traffic, None)
+        nested = self._nested_ranks(axes)
+        mine = next(ranks for ranks in nested if self.rank in ranks)
+        group = self._mesh_group(axes)
+        if group is None:
+            group = self._group(tuple(sorted(tuple(sorted(ranks)) for ranks in nested)))
+        return ProcessCommunicator(name, mine, rank, self.traffic, group)
+
+    def _nested_ranks(self, axes: tuple[str, ...]) -> list[list[int]]:
+        """Global ranks of every group along ``axes``, each in nested order."""
+        names = list(self.sizes)
+        rest = [name for name in names if name not in axes]
+        order = [names.index(name) for name in (*rest, *axes)]
+        size = self._nested(axes)[0]
+        return self._grid.permute(order).reshape(-1, size).tolist()
+
+    def _mesh_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        wide = [name for name in axes if self.sizes[name] > 1]
+        if self._mesh is None or len(wide) != 1:
+            return None
+        return self._mesh.get_group(list(self.sizes).index(wide[0]))
+
+    def _group(self, partition: Partition, backend: str = "") -> dist.ProcessGroup:
+        world = dist.group.WORLD
+        assert world is not None
+        if not backend and partition == (tuple(range(dist.get_world_size())),):
+            return world
+        key = (partition, backend)
+        group = _acquire(key, world, self.rank, covers_world=self._grid.numel() == world.size())
+        self._used.append(key)
+        return group
+
+    def _host_group(self) -> dist.ProcessGroup:
+        everyone: Partition = (tuple(sorted(self._grid.flatten().tolist())),)
+        hosted = "gloo" in dist.get_backend() or "cpu:gloo" in dist.get_backend_config()
+        return self._group(everyone, "" if hosted else "gloo")
+
+
+class ProcessCommunicator(Communicator):
+    """A communicator over a process group, whose own ranks are sorted by global rank."""
+
+    def __init__(
+        self,
+        axis: str,
+        ranks: list[int],
+        rank: int,
+        traffic: Traffic,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(axis, len(ranks), rank, traffic)
+        self._group = group
+        self._ranks = ranks
+        self._exchanges = 0
+        ours = ranks if group is None else [dist.get_group_rank(group, r) for r in ranks]
+        # Row of the group's order -> row of ours, and back; None where they agree.
+        self._to_nested = None if ours == sorted(ours) else ours
+        self._to_group = None if ours == sorted(ours) else [ours.index(i) for i in range(self.size)]
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty((self.size, *x.shape))
+        dist.all_gather_single(out.view(-1), x.view(-1), group=self._group)
+        return out if self._to_nested is None else out[self._to_nested]
+
+    def _reduce_scatter(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            # gloo's own reduce-scatter sends each byte twice; this is also the order, and so the
+            # rounding, of ranks in threads.
+            return sum_in_rank_order(self._all_to_all(x).unbind())
+        x = x if self._to_group is None else x[self._to_group]
+        out = torch.empty_like(x[0])
+        dist.reduce_scatter_single(out.view(-1), x.view(-1), group=self._group)
+        return out
+
+    def _all_reduce(self, x: Tensor, op: Reduction) -> Tensor:
+        out = x.clone()
+        reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        dist.all_reduce(out, reduce_op, group=self._group)
+        return out
+
+    def _all_to_all(self, x: Tensor) -> Tensor:
+        x = x if self._to_group is None else x[self._to_group]
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=self._group)
+        return out if self._to_nested is None else out[self._to_nested]
+
+    def _start_exchange(self, sends: list[Tensor], to: int, source: int) -> Pending:
+        receives = [torch.empty_like(x) for x in sends]
+        # Several exchanges may be on their way between the same two ranks: gloo tells them apart
+        # by tag, NCCL by order.
+        self._exchanges += 1
+        tag = self._exchanges % 4096 * len(sends)
+        ops = [
+            dist.P2POp(op, x, self._ranks[peer], self._group, tag=tag + i)
+            for op, tensors, peer in ((dist.isend, sends, to), (dist.irecv, receives, source))
+            for i, x in enumerate(tensors)
+        ]
+        return _Posted(dist.batch_isend_irecv(ops), sends, receives)
+
+
+class _Posted(Pending):
+    def __init__(self, works: list[dist.Work], sends: list[Tensor], receives: list[Tensor]) -> None:
+        self._works = works
+        self._sends = sends
+        self._receives = receives
+
+    def wait(self) -> list[Tensor]:
+        for work in self._works:
+            work.wait()
+        self._sends = []
+        return self._receives
+
+
+def _default_device() -> torch.device:
+    if dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _acquire(
+    key: tuple[Partition, str], world: dist.ProcessGroup, rank: int, *, covers_world: bool
+) -> dist.ProcessGroup:
+    _forget_dead_groups()
+    entry = _groups.get(key)
+    if entry is None:
+        partition, backend = key
+        mine = None
+        for ranks in partition:
+            # Ranks outside the mesh do not take part, so the members must meet alone there.
+            if not covers_world and rank not in ranks:
+                continue
+            group = dist.new_group(
+                list(ranks), backend=backend or None, use_local_synchronization=not covers_world
+            )
+            mine = group if rank in ranks else mine
+        assert mine is not None
+        entry = _groups[key] = _Entry(mine, world)
+    entry.users += 1
+    return entry.group
+
+
+def _release(key: tuple[Partition, str]) -> None:
+    _forget_dead_groups()
+    entry = _groups.get(key)
+    if entry is None:
+        return
+    entry.users -= 1
+    if entry.users == 0:
+        del _groups[key]
+        dist.destroy_process_group(entry.group)
+
+
+def _forget_dead_groups() -> None:
+    """Drop groups of a default group that is gone: torch destroyed them with it."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    for key in [key for key, entry in _groups.items() if entry.world is not world]:
+        del _groups[key]

@@ -1,0 +1,1 @@
+"""What each strategy means, as data: what it needs, what it sends, what it computes."""

@@ -1,0 +1,41 @@
+"""DeepSpeed-Ulysses (Jacobs et al., 2023): all-to-all between sequence and heads at attention.
+
+Everything but attention runs on s/P tokens. Before attention Q, K and V exchange sequence
+for heads, after it the output does the reverse. With more ranks than KV heads each KV head
+is repeated P/Hkv times before the exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from seqcomp.plan.legality import head_degrees
+from seqcomp.strategies.base import AttentionShape, CommStep, Phase, part
+
+
+@dataclass(frozen=True, slots=True)
+class Ulysses:
+    """Ulysses of ``degree`` ranks along ``axis``."""
+
+    degree: int
+    axis: str = "ulysses"
+
+    def legal_degrees(self, shape: AttentionShape) -> tuple[int, ...]:
+        """P divides Hq, and P divides Hkv or Hkv divides P."""
+        return head_degrees(shape.heads, shape.kv_heads)
+
+    def comm_steps(self, shape: AttentionShape) -> tuple[CommStep, ...]:
+        """(P-1)/P^2 * T*(2A + 2*max(Hkv, P)*d)*e forward, the same backward."""
+        if self.degree == 1:
+            return ()
+        kv_width = max(shape.kv_heads, self.degree) * shape.head_dim
+        return tuple(
+            self._exchange(shape, width, count, phase)
+            for phase in ("forward", "backward")
+            for width, count in ((shape.width + 2 * kv_width, 3), (shape.width, 1))
+        )
+
+    def _exchange(self, shape: AttentionShape, width: int, count: int, phase: Phase) -> CommStep:
+        payload = (self.degree - 1) * shape.tokens * width * shape.element_bytes
+        sent = part(payload, self.degree**2)
+        return CommStep("all_to_all", self.axis, sent, count, phase, False)

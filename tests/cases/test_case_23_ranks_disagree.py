@@ -1,0 +1,82 @@
+"""Case 23: ranks that call differently all get the same error; lengths may change between steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fixtures import plans
+from tests.fixtures.models import M0, build, inputs
+from tests.fixtures.parity import Call, Case, check_parity, check_refused
+from tests.fixtures.pool import Pools
+
+PLANS = (plans.ring(4, "contiguous"), plans.ulysses(4))
+
+
+def call_differently(rank: int, world: int, plan: Any, how: str, after_a_good_call: bool) -> Any:
+    """(codes, text) of the error of this rank; then one good call, which must still work."""
+    import seqcomp
+
+    model = seqcomp.parallelize(build(), plan=plan)
+    if after_a_good_call:
+        model(**inputs())["loss"].backward()
+    batch: dict[str, Any] = inputs(seq=12) if how == "length" and rank == 3 else inputs()
+    if how == "batch" and rank == 1:
+        batch = inputs(batch=1)
+    if how == "none" and rank == 0:
+        del batch["labels"]
+    if how == "mode" and rank == 2:
+        model.eval()
+    if how == "missing" and rank == 2:
+        del batch["input_ids"]
+    try:
+        model(**batch)
+    except seqcomp.PlanError as error:
+        seen = tuple(d.code for d in error.diagnostics), str(error)
+    else:
+        seen = (), "no error"
+    model.train()
+    model(**inputs())["loss"].backward()
+    seqcomp.of(model).close()
+    return seen
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan", PLANS, ids=plans.name)
+@pytest.mark.parametrize("after_a_good_call", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("length", ("input_ids", "16", "12")),
+        ("batch", ("input_ids", "2", "1")),
+        ("none", ("labels",)),
+        ("mode", ()),
+        ("missing", ("input_ids",)),
+    ],
+)
+def test_ranks_that_call_differently(
+    pools: Pools, plan: plans.Plan, how: str, words: tuple[str, ...], after_a_good_call: bool
+) -> None:
+    seen = pools.run(4, call_differently, plan, how, after_a_good_call)
+    assert seen == [seen[0]] * 4
+    codes, text = seen[0]
+    assert codes, text
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan", PLANS, ids=plans.name)
+def test_a_shard_where_the_plan_insists_on_the_full_length(pools: Pools, plan: plans.Plan) -> None:
+    insisting = {**plan, "inputs": {"input_ids": {"batch": 0, "seq": 1, "length": 16}}}
+    check_parity(pools, Case(insisting))
+    check_refused(pools, Case(insisting, M0, (Call({"seq": 4}),)), "input_ids", "16", "4")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan", PLANS, ids=plans.name)
+def test_lengths_and_batches_that_change_on_all_ranks(pools: Pools, plan: plans.Plan) -> None:
+    calls = tuple(Call({"seq": s}) for s in (16, 24, 8, 16))
+    calls += (Call({"batch": 2}), Call({"batch": 1}))
+    check_parity(pools, Case(plan, M0, calls))

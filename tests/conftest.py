@@ -1,0 +1,29 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fixtures.pool import Pools
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """Gloo ranks, shared by the session: `pools.run(world, fn, *args)`."""
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in gpu:
+        item.add_marker(pytest.mark.skip(reason="no CUDA device"))
