@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from seqcomp.api import of, parallelize
     from seqcomp.diagnostics import Diagnostic, PlanError
     from seqcomp.integrations.not_built import explain, verify
     from seqcomp.integrations.validate import validate
-    from seqcomp.lowering.api import of, parallelize
     from seqcomp.plan.load import load_plan
     from seqcomp.plan.schema import Plan
 
@@ -45,7 +45,7 @@ def _home(name: str) -> str | None:
         case "validate":
             return "seqcomp.integrations.validate"
         case "parallelize" | "of":
-            return "seqcomp.lowering.api"
+            return "seqcomp.api"
         case "explain" | "verify":
             return "seqcomp.integrations.not_built"
     return None

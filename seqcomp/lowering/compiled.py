@@ -48,7 +48,7 @@ _SLOT = "_seqcomp_compiled"
 logger = logging.getLogger("seqcomp")
 
 
-class Compiled:
+class CompiledModule:
     """Everything seqcomp knows about one compiled module; `seqcomp.of(model)` returns it."""
 
     def __init__(
@@ -90,6 +90,11 @@ class Compiled:
         return self._resolved.plan
 
     @property
+    def resolved(self) -> ResolvedPlan:
+        """The plan with every default filled in."""
+        return self._resolved
+
+    @property
     def context(self) -> RankContext:
         """This rank's groups and byte counter."""
         return self._context
@@ -101,7 +106,7 @@ class Compiled:
 
     def graph(self, path: str = "") -> str:
         """Source code of the local forward of the module at `path`, of the last program."""
-        program, _ = self._require_last()
+        program, _ = self.last_program()
         found = [piece.code for piece in program.pieces if piece.path == path]
         if not found:
             raise PlanError(
@@ -120,7 +125,7 @@ class Compiled:
 
     def token_index(self, length: int | None = None) -> Tensor:
         """Global positions of this rank's tokens [S / P], of the last call or of `length`."""
-        program, sizes = self._require_last()
+        program, sizes = self.last_program()
         length = length if length is not None else sizes.length
         assert length is not None
         layout = self._resolved.layout_for(length, program.facts.all_causal)
@@ -135,7 +140,7 @@ class Compiled:
         """
         if not self._mesh.sequence:
             return x
-        program, _ = self._require_last()
+        program, _ = self.last_program()
         comm = self._context.comm(self._mesh.sequence)
         length = x.shape[dim] * comm.size
         layout = self._resolved.layout_for(length, program.facts.all_causal)
@@ -151,13 +156,6 @@ class Compiled:
         comm = self._context.comm(self._mesh.batch)
         return collectives.all_reduce(x, comm, cotangent="replicated", label="global_sum")
 
-    def report(self) -> Any:
-        """What the last program does: communication by module, kernels, findings."""
-        from seqcomp.report.build import build_report
-
-        program, sizes = self._require_last()
-        return build_report(program, sizes.batch, sizes.length, self._resolved, self._context)
-
     def close(self) -> None:
         """Gives the module its own forwards back and frees the process groups."""
         if self._closed:
@@ -169,7 +167,8 @@ class Compiled:
         self._programs.clear()
         self._context.close()
 
-    def _require_last(self) -> tuple[Program, CallSizes]:
+    def last_program(self) -> tuple[Program, CallSizes]:
+        """The program and the sizes of the last call. Raises PlanError SC309 before the first."""
         if self._last is None:
             raise PlanError(
                 [
@@ -365,13 +364,13 @@ def _internal(error: Exception, where: str) -> PlanError:
 
 
 def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    compiled: Compiled = vars(self)[_SLOT]
+    compiled: CompiledModule = vars(self)[_SLOT]
     return compiled.call(args, kwargs)
 
 
-def compiled_of(module: torch.nn.Module) -> Compiled | None:
-    """The Compiled of a module, or None."""
-    found: Compiled | None = vars(module).get(_SLOT)
+def compiled_of(module: torch.nn.Module) -> CompiledModule | None:
+    """The CompiledModule of a module, or None."""
+    found: CompiledModule | None = vars(module).get(_SLOT)
     return found
 
 

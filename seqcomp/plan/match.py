@@ -1,8 +1,12 @@
-"""Module path patterns: ``*`` is one path component, ``**`` any number of them (also none)."""
+"""Module path patterns: ``*`` is one path component, ``**`` any number of them (also none).
+
+A ``*`` within a component stands for any part of it. Matching takes time proportional to
+pattern times path, whatever the pattern: plans come from anywhere.
+"""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 
 
 def matches(pattern: str, path: str) -> bool:
@@ -13,28 +17,39 @@ def matches(pattern: str, path: str) -> bool:
     >>> matches("**.experts", "experts")
     True
     """
-    return _regex(pattern).fullmatch(_dotted(path)) is not None
+    components = path.split(".") if path else []
+    return len(components) in _matched_prefixes(pattern, components)
 
 
 def covers(pattern: str, path: str) -> bool:
     """Whether the pattern names the module at ``path`` or one that contains it."""
-    parts = path.split(".")
-    regex = _regex(pattern)
-    ancestors = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
-    return any(regex.fullmatch(_dotted(item)) for item in ancestors)
+    return bool(_matched_prefixes(pattern, path.split(".") if path else []))
 
 
-def _dotted(path: str) -> str:
-    return f".{path}" if path else ""
-
-
-def _regex(pattern: str) -> re.Pattern[str]:
-    parts: list[str] = []
+def _matched_prefixes(pattern: str, path: Sequence[str]) -> set[int]:
+    """All n for which the pattern matches the first n components."""
+    ends = {0}
     for component in pattern.split("."):
+        if not ends:
+            break
         if component == "**":
-            if not parts or parts[-1] != r"(?:\.[^.]+)*":  # two in a row are one: no backtracking
-                parts.append(r"(?:\.[^.]+)*")
+            ends = set(range(min(ends), len(path) + 1))
         else:
-            inner = re.sub(r"\*+", "*", component)
-            parts.append(r"\." + "[^.]*".join(re.escape(text) for text in inner.split("*")))
-    return re.compile("".join(parts))
+            ends = {end + 1 for end in ends if end < len(path) and _like(component, path[end])}
+    return ends
+
+
+def _like(pattern: str, text: str) -> bool:
+    """Whether a component matches, ``*`` standing for any text; leftmost parts first."""
+    first, *rest = pattern.split("*")
+    if not rest:
+        return text == first
+    if not text.startswith(first):
+        return False
+    at = len(first)
+    for middle in rest[:-1]:
+        found = text.find(middle, at)
+        if found < 0:
+            return False
+        at = found + len(middle)
+    return text.endswith(rest[-1]) and len(text) - len(rest[-1]) >= at

@@ -67,6 +67,9 @@ def problem(error: Mapping[str, Any], source: PlanSource) -> Diagnostic:
             "SC011", where=where, message=f"{path[-1]} is empty", found="nothing in it",
             legal="at least one entry", help=_example(str(path[-1])),
         )  # fmt: skip
+    if kind == "too_long":
+        legal = f"at most {error['ctx']['max_length']} entries"
+        return diagnostic("SC006", where=where, message=f"{path[-1]} is too long", legal=legal)
     if kind in ("axis_name", "match_pattern") or path[-1:] == ("[key]",):
         found = value if isinstance(value, str) else describe(value)
         return diagnostic("SC014", where=where, found=found[:200], legal=error["msg"])

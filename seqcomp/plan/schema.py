@@ -23,6 +23,7 @@ Checks = Literal["call", "compile", "off"]
 
 _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MATCH = re.compile(r"(\*\*|[\w*]+)(\.(\*\*|[\w*]+))*")
+MAX_AXES = 16
 _LARGEST = 2**62  # beyond any cluster or sequence, and still a C integer
 
 
@@ -155,7 +156,7 @@ class Plan(_Model):
     """
 
     name: Text = ""
-    mesh: Annotated[FrozenMap[Size], Field(min_length=1)]
+    mesh: Annotated[FrozenMap[Size], Field(min_length=1, max_length=MAX_AXES)]
     strategies: Section[Strategies] = Strategies()
     overrides: Annotated[tuple[Override, ...], BeforeValidator(_sequence)] = ()
     inputs: FrozenMap[Section[InputSpec]] = FrozenMap()

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime.comm import Communicator
+from seqcomp.runtime.tokens import Tokens
 
 Cotangent = Literal["partial", "replicated"]
 
@@ -34,7 +35,7 @@ def shard(
 
     The backward scatters into zeros: the partial cotangent of a replicated value.
     """
-    return _Shard.apply(x, _Tokens(x, dim, comm, layout, ""), False)
+    return _Shard.apply(x, Tokens(x, dim, comm, layout, ""), False)
 
 
 def enter(
@@ -46,7 +47,7 @@ def enter(
     label: str = "",
 ) -> Tensor:
     """``shard`` at a module's entry: the backward gathers, so every rank has the cotangent."""
-    return _Shard.apply(x, _Tokens(x, dim, comm, layout, label), True)
+    return _Shard.apply(x, Tokens(x, dim, comm, layout, label), True)
 
 
 def gather(
@@ -63,7 +64,7 @@ def gather(
     The backward is a reduce-scatter of a partial cotangent, or this rank's slice of a replicated
     one (a module's output).
     """
-    return _Gather.apply(x, _Tokens(x, dim, comm, layout, label, local=True), cotangent)
+    return _Gather.apply(x, Tokens(x, dim, comm, layout, label, local=True), cotangent)
 
 
 def reduce_scatter(
@@ -75,7 +76,7 @@ def reduce_scatter(
     label: str = "",
 ) -> Tensor:
     """Partial -> Shard: the sum over the ranks, of which this rank keeps its tokens."""
-    return _ReduceScatter.apply(x, _Tokens(x, dim, comm, layout, label))
+    return _ReduceScatter.apply(x, Tokens(x, dim, comm, layout, label))
 
 
 def all_reduce(
@@ -106,82 +107,9 @@ def all_to_all(
     return _AllToAll.apply(x, scatter_dim, gather_dim, comm, label)
 
 
-class _Tokens:
-    """Where the tokens of one dim live: moves between the global order and the ranks' shards."""
-
-    def __init__(
-        self,
-        x: Tensor,
-        dim: int,
-        comm: Communicator,
-        layout: SequenceLayout | None,
-        label: str,
-        *,
-        local: bool = False,
-    ) -> None:
-        self.dim = dim % x.dim()
-        self.comm = comm
-        self.label = label
-        self.layout = layout or SequenceLayout("contiguous", comm.size)
-        assert self.layout.size == comm.size, f"{self.layout} over {comm.size} ranks"
-        self.length = x.shape[self.dim] * (comm.size if local else 1)
-
-    def take(self, x: Tensor, rank: int | None = None) -> Tensor:
-        """A rank's tokens of a global tensor, as a new tensor."""
-        pieces = [x[self._at(part)] for part in self._ranges(rank)]
-        if len(pieces) == 1:
-            return pieces[0].clone(memory_format=torch.contiguous_format)
-        return torch.cat(pieces, self.dim)
-
-    def put(self, target: Tensor, x: Tensor, rank: int | None = None) -> None:
-        """Write a rank's tokens to their places in a global tensor."""
-        start = 0
-        for part in self._ranges(rank):
-            target[self._at(part)] = x.narrow(self.dim, start, len(part))
-            start += len(part)
-
-    def scattered(self, x: Tensor) -> Tensor:
-        """Shard [..., s/P, ...] -> zeros [..., s, ...] with the shard in its places."""
-        out = x.new_zeros(self._shape(x, self.length))
-        self.put(out, x)
-        return out
-
-    def blocks(self, x: Tensor) -> Tensor:
-        """Global [..., s, ...] -> [P, ..., s/P, ...], one row for each rank."""
-        size = self.comm.size
-        out = x.new_empty((size, *self._shape(x, self.length // size)))
-        for rank in range(size):
-            start = 0
-            for part in self._ranges(rank):
-                out[rank].narrow(self.dim, start, len(part)).copy_(x[self._at(part)])
-                start += len(part)
-        return out
-
-    def gathered(self, x: Tensor, phase: Literal["forward", "backward"]) -> Tensor:
-        """One all-gather, then every shard in its places."""
-        if self.comm.size == 1:
-            return x.clone()
-        rows = self.comm.all_gather(x, phase=phase, label=self.label)
-        if self.layout.is_identity and all(n == 1 for n in x.shape[: self.dim]):
-            return rows.reshape(self._shape(x, self.length))
-        out = x.new_empty(self._shape(x, self.length))
-        for rank, row in enumerate(rows):
-            self.put(out, row, rank)
-        return out
-
-    def _ranges(self, rank: int | None) -> tuple[range, ...]:
-        return self.layout.ranges(self.length, self.comm.rank if rank is None else rank)
-
-    def _at(self, part: range) -> tuple[slice, ...]:
-        return (slice(None),) * self.dim + (slice(part.start, part.stop, part.step),)
-
-    def _shape(self, x: Tensor, length: int) -> tuple[int, ...]:
-        return (*x.shape[: self.dim], length, *x.shape[self.dim + 1 :])
-
-
 class _Shard(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, tokens: _Tokens, complete: bool) -> Tensor:
+    def forward(x: Tensor, tokens: Tokens, complete: bool) -> Tensor:
         return tokens.take(x)
 
     @staticmethod
@@ -198,7 +126,7 @@ class _Shard(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, tokens: _Tokens, cotangent: Cotangent) -> Tensor:
+    def forward(x: Tensor, tokens: Tokens, cotangent: Cotangent) -> Tensor:
         return tokens.gathered(x, "forward")
 
     @staticmethod
@@ -208,7 +136,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        tokens: _Tokens = ctx.tokens
+        tokens: Tokens = ctx.tokens
         if ctx.cotangent == "replicated":
             return tokens.take(grad), None, None
         rows = tokens.blocks(grad)
@@ -217,7 +145,7 @@ class _Gather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, tokens: _Tokens) -> Tensor:
+    def forward(x: Tensor, tokens: Tokens) -> Tensor:
         return tokens.comm.reduce_scatter(tokens.blocks(x), label=tokens.label)
 
     @staticmethod

@@ -145,6 +145,11 @@ def test_size_and_nesting_are_limited(text: str) -> None:
     assert one(text + "\n").code == "SC006"
 
 
+def test_a_mesh_has_few_axes() -> None:
+    axes = ", ".join(f"a{i}: 1" for i in range(17))
+    assert one(f"mesh: {{{axes}}}\nstrategies: {{ring: {{axis: a0}}}}\n").code == "SC006"
+
+
 def test_objects_with_cycles_or_sharing_are_limited() -> None:
     loop: dict[str, Any] = {}
     loop["mesh"] = loop

@@ -1,5 +1,6 @@
 """Cross-field rules: what is refused, where, and what is said to be legal instead."""
 
+import re
 from typing import Any
 
 import pytest
@@ -237,6 +238,27 @@ def test_what_is_not_built_is_refused_by_its_own_code(code: str, text: str) -> N
 )
 def test_patterns(pattern: str, path: str, expected: bool) -> None:
     assert matches(pattern, path) is expected
+
+
+PARTS = st.lists(st.sampled_from(["a", "b", "ab", "ba", "*", "**", "a*", "*b", "a*b*"]), max_size=5)
+
+
+@given(PARTS.filter(bool), st.lists(st.sampled_from(["a", "b", "ab", "aab"]), max_size=5))
+def test_patterns_mean_what_regular_expressions_mean(pattern: list[str], path: list[str]) -> None:
+    parts = [
+        r"(\.[^.]+)*" if part == "**" else r"\." + part.replace("*", "[^.]*") for part in pattern
+    ]
+    regex = re.compile("".join(parts))
+    dotted = [f".{part}" for part in path]
+    expected = regex.fullmatch("".join(dotted)) is not None
+    assert matches(".".join(pattern), ".".join(path)) is expected
+    inside = any(regex.fullmatch("".join(dotted[:n])) for n in range(len(path) + 1))
+    assert covers(".".join(pattern), ".".join(path)) is inside
+
+
+def test_hostile_patterns_are_matched_quickly() -> None:
+    assert not matches("**.a." * 500 + "x", "a." * 500 + "y")
+    assert not matches("*a" * 500 + "b", "a" * 2000)
 
 
 def test_covering_includes_what_lies_inside() -> None:

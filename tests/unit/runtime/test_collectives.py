@@ -104,6 +104,17 @@ def test_all_reduce_and_own_cotangent():
     run_ranks(fn, SIZES)
 
 
+def test_sum_gradient_is_the_identity_whose_cotangents_add_up():
+    def fn(ctx):
+        x = numbers(3).requires_grad_()
+        out = c.sum_gradient(x, ctx.comm(AXES))
+        assert torch.equal(out, x)
+        cotangent = torch.full((3,), ctx.rank + 1.0, dtype=torch.float64)
+        assert torch.autograd.grad(out, x, cotangent)[0].tolist() == [10, 10, 10]
+
+    run_ranks(fn, SIZES)
+
+
 ORDERS = {"BSHD": (0, 1, 2, 3), "BHSD": (0, 2, 1, 3), "SBHD": (1, 0, 2, 3)}
 
 

@@ -13,15 +13,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqcomp.diagnostics import PlanError, diagnostic
-from seqcomp.lowering.compiled import Compiled, ProgramCache, compiled_of
+from seqcomp.lowering.compiled import CompiledModule, ProgramCache, compiled_of
 from seqcomp.lowering.consensus import agree
 from seqcomp.plan.load import dump_plan, load_plan
 from seqcomp.plan.resolve import ResolvedPlan, resolve
 from seqcomp.plan.schema import Plan
+from seqcomp.report.build import Report, build_report
 from seqcomp.runtime.comm import RankContext
 from seqcomp.runtime.dist import process_context
 
 Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+class Compiled(CompiledModule):
+    """Everything seqcomp knows about one compiled module; `seqcomp.of(model)` returns it."""
+
+    def report(self) -> Report:
+        """What the last call's program does: communication by module, kernels, findings."""
+        program, sizes = self.last_program()
+        return build_report(program, sizes.batch, sizes.length, self.resolved, self.context)
 
 
 def parallelize(
@@ -102,7 +112,7 @@ def of(model: torch.nn.Module) -> Compiled:
     Raises PlanError SC309 for a module that was not compiled.
     """
     compiled = compiled_of(model)
-    if compiled is None:
+    if not isinstance(compiled, Compiled):
         raise PlanError(
             [
                 diagnostic(

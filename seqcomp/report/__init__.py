@@ -1,0 +1,1 @@
+"""What a compiled program does, for people and machines; renders, decides nothing."""

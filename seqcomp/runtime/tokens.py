@@ -1,0 +1,83 @@
+"""Where the tokens of one tensor dim live: between the global order and the ranks' shards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from seqcomp.layout.sequence import SequenceLayout
+from seqcomp.runtime.comm import Communicator
+from seqcomp.runtime.traffic import Phase
+
+
+class Tokens:
+    """Moves one dim of a tensor; ``x`` is global, or this rank's shard with ``local``."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        dim: int,
+        comm: Communicator,
+        layout: SequenceLayout | None,
+        label: str,
+        *,
+        local: bool = False,
+    ) -> None:
+        self.dim = dim % x.dim()
+        self.comm = comm
+        self.label = label
+        self.layout = layout or SequenceLayout("contiguous", comm.size)
+        assert self.layout.size == comm.size, f"{self.layout} over {comm.size} ranks"
+        self.length = x.shape[self.dim] * (comm.size if local else 1)
+
+    def take(self, x: Tensor, rank: int | None = None) -> Tensor:
+        """A rank's tokens of a global tensor, as a new tensor."""
+        pieces = [x[self._at(part)] for part in self._ranges(rank)]
+        if len(pieces) == 1:
+            return pieces[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(pieces, self.dim)
+
+    def put(self, target: Tensor, x: Tensor, rank: int | None = None) -> None:
+        """Write a rank's tokens to their places in a global tensor."""
+        start = 0
+        for part in self._ranges(rank):
+            target[self._at(part)] = x.narrow(self.dim, start, len(part))
+            start += len(part)
+
+    def scattered(self, x: Tensor) -> Tensor:
+        """Shard [..., s/P, ...] -> zeros [..., s, ...] with the shard in its places."""
+        out = x.new_zeros(self._shape(x, self.length))
+        self.put(out, x)
+        return out
+
+    def blocks(self, x: Tensor) -> Tensor:
+        """Global [..., s, ...] -> [P, ..., s/P, ...], one row for each rank."""
+        size = self.comm.size
+        out = x.new_empty((size, *self._shape(x, self.length // size)))
+        for rank in range(size):
+            start = 0
+            for part in self._ranges(rank):
+                out[rank].narrow(self.dim, start, len(part)).copy_(x[self._at(part)])
+                start += len(part)
+        return out
+
+    def gathered(self, x: Tensor, phase: Phase) -> Tensor:
+        """One all-gather, then every shard in its places."""
+        if self.comm.size == 1:
+            return x.clone()
+        rows = self.comm.all_gather(x, phase=phase, label=self.label)
+        if self.layout.is_identity and all(n == 1 for n in x.shape[: self.dim]):
+            return rows.reshape(self._shape(x, self.length))
+        out = x.new_empty(self._shape(x, self.length))
+        for rank, row in enumerate(rows):
+            self.put(out, row, rank)
+        return out
+
+    def _ranges(self, rank: int | None) -> tuple[range, ...]:
+        return self.layout.ranges(self.length, self.comm.rank if rank is None else rank)
+
+    def _at(self, part: range) -> tuple[slice, ...]:
+        return (slice(None),) * self.dim + (slice(part.start, part.stop, part.step),)
+
+    def _shape(self, x: Tensor, length: int) -> tuple[int, ...]:
+        return (*x.shape[: self.dim], length, *x.shape[self.dim + 1 :])
