@@ -16,6 +16,11 @@ BATCH = "batch"
 SEQ = "seq"
 
 _PRIMARY = ("input_ids", "inputs_embeds", "ids", "tokens", "hidden_states", "x", "src")
+# Two-dim inputs of these names are [batch, sequence] whatever their sizes say.
+_PER_TOKEN = frozenset(
+    {"labels", "targets", "position_ids", "positions", "attention_mask", "loss_mask",
+     "token_type_ids", *_PRIMARY}
+)  # fmt: skip
 _STATEFUL = ("past_key_values", "past_key_value", "cache_params", "kv_cache")
 
 
@@ -73,9 +78,7 @@ def bind_call(
         ) from error
     positional: list[Any] = []
     named: dict[str, Any] = {}
-    star = next(
-        (p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL), None
-    )
+    star = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_POSITIONAL), None)
     by_position = bool(star and bound.arguments.get(star))
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
@@ -164,7 +167,7 @@ def classify_inputs(call: Call, given: Callable[[str], Any]) -> tuple[InputDims 
         if spec is not None:
             result.append(InputDims(name, _given_dims(leaf, spec)))
         else:
-            result.append(InputDims(name, _inferred_dims(leaf, batch, length)))
+            result.append(InputDims(name, _inferred_dims(name, leaf, batch, length)))
     return tuple(result)
 
 
@@ -184,9 +187,7 @@ def _primary_sizes(
     if spec is None:
         return tensor.shape[0], tensor.shape[1]
     dims = _given_dims(tensor, spec)
-    sizes = [
-        tensor.shape[dims.index(role)] if role in dims else None for role in (BATCH, SEQ)
-    ]
+    sizes = [tensor.shape[dims.index(role)] if role in dims else None for role in (BATCH, SEQ)]
     return sizes[0], sizes[1]
 
 
@@ -199,12 +200,14 @@ def _given_dims(tensor: torch.Tensor, spec: Any) -> tuple[str | None, ...]:
 
 
 def _inferred_dims(
-    tensor: torch.Tensor, batch: int | None, length: int | None
+    name: str, tensor: torch.Tensor, batch: int | None, length: int | None
 ) -> tuple[str | None, ...]:
     shape = tuple(tensor.shape)
     dims: list[str | None] = [None] * len(shape)
     if batch is None or not shape:
         return tuple(dims)
+    if len(shape) == 2 and name in _PER_TOKEN and shape[0] in (1, batch):
+        return (BATCH if shape[0] == batch else None, SEQ)
     if len(shape) == 1:
         dims[0] = SEQ if shape[0] == length else BATCH if shape[0] == batch else None
         return tuple(dims)

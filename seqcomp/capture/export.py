@@ -53,7 +53,7 @@ class Capture:
         return cached
 
     def accepts(self, batch: int | None, length: int | None) -> bool:
-        """Whether the graph holds for these global sizes (what was specialised, what was asserted)."""
+        """Whether what was specialised and asserted holds for these global sizes."""
         values = {BATCH_SYMBOL: batch, LENGTH_SYMBOL: length}
         for role, size in ((self.batch, batch), (self.length, length)):
             if role is not None and size is not None and role.is_Integer and int(role) != size:

@@ -45,7 +45,9 @@ class AttentionInfo:
         return isinstance(self.mask, Causal)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float):
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
     """The operation that attention nodes stand for, on one device."""
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -96,9 +98,7 @@ def _rewrite(capture: Capture, reader: MaskReader, node: Node) -> AttentionInfo:
     )
     keep_mask = mask_node if mask is None or _needs_operand(mask) else None
     with capture.graph.inserting_before(node):
-        new = capture.graph.call_function(
-            attention, (q, k, v, keep_mask, mask == Causal(0), scale)
-        )
+        new = capture.graph.call_function(attention, (q, k, v, keep_mask, mask == Causal(0), scale))
     new.meta.update(node.meta)
     new.meta["attention"] = info
     node.replace_all_uses_with(new)

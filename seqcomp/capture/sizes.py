@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
 
-Size = sympy.Expr
+Size: TypeAlias = sympy.Expr
 
 BATCH_SYMBOL = sympy.Symbol("B", positive=True, integer=True)
 LENGTH_SYMBOL = sympy.Symbol("S", positive=True, integer=True)

@@ -330,7 +330,9 @@ class ProgramCache:
             return self._programs[key]
 
 
-def _describe(bound: tuple[Call, tuple[InputDims | None, ...], CallSizes, Variant]) -> dict[str, str]:
+def _describe(
+    bound: tuple[Call, tuple[InputDims | None, ...], CallSizes, Variant],
+) -> dict[str, str]:
     """What ranks must agree on, per argument."""
     call, _, _, variant = bound
     result = {
@@ -372,5 +374,3 @@ def compiled_of(module: torch.nn.Module) -> CompiledModule | None:
     """The CompiledModule of a module, or None."""
     found: CompiledModule | None = vars(module).get(_SLOT)
     return found
-
-

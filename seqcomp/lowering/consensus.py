@@ -69,7 +69,9 @@ def _joint_error(outcomes: list[Outcome]) -> PlanError:
         for item in json.loads(text)
     ]
     if len(failed) < len(outcomes) or len(groups) > 1:
-        listed = "; ".join(f"ranks {ranks}: {json.loads(t)[0]['code']}" for t, ranks in groups.items())
+        listed = "; ".join(
+            f"ranks {ranks}: {json.loads(t)[0]['code']}" for t, ranks in groups.items()
+        )
         fine = [o.rank for o in outcomes if o.ok]
         diagnostics.append(
             diagnostic(
@@ -77,7 +79,7 @@ def _joint_error(outcomes: list[Outcome]) -> PlanError:
                 where=f"ranks {[o.rank for o in failed]}",
                 found=listed,
                 legal=f"ranks {fine} had no error" if fine else "the same outcome on all ranks",
-                help="remove the cause on the ranks named; all others stopped before any collective",
+                help="remove the cause on the ranks named; no collective was started",
             )
         )
     return PlanError(diagnostics)

@@ -38,9 +38,7 @@ def hoist_shards_pass(graph: Graph, context: LoweringContext) -> Graph:
             if key not in made:
                 with graph.inserting_after(operand):
                     made[key] = graph.call_function(cut, (operand,))
-                made[key].meta["nn_module_stack"] = dict(
-                    operand.meta.get("nn_module_stack") or {}
-                )
+                made[key].meta["nn_module_stack"] = dict(operand.meta.get("nn_module_stack") or {})
                 made[key].meta["source"] = operand
                 if operand.op != "placeholder":
                     work.append(made[key])
@@ -110,7 +108,7 @@ def _cat(source: Node, op: ops.Shard, context: LoweringContext) -> Cuts | None:
     dim = (source.args[1] if len(source.args) > 1 else 0) % len(context.capture.shape(source))
     if dim == op.dim:
         return None
-    return {operand: op for operand in source.args[0]}
+    return dict.fromkeys(source.args[0], op)
 
 
 _MOVERS: dict[str, Callable[[Node, ops.Shard, Any], Cuts | None]] = {

@@ -103,9 +103,7 @@ class AllReduce(Op):
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         comm = rank.context.comm(self.axes)
-        return lambda x: collectives.all_reduce(
-            x, comm, cotangent=self.cotangent, label=self.label
-        )
+        return lambda x: collectives.all_reduce(x, comm, cotangent=self.cotangent, label=self.label)
 
     def axes_used(self) -> tuple[str, ...]:
         return self.axes

@@ -76,9 +76,7 @@ def _whole_flat(
     from seqcomp.lowering.passes import size_emitter
     from seqcomp.lowering.redistribute import Redistributor
 
-    made = Redistributor(
-        graph, context.mesh, size_emitter(graph, context), cotangent="replicated"
-    )
+    made = Redistributor(graph, context.mesh, size_emitter(graph, context), cotangent="replicated")
     _report_large(context, name, leaf)
     return made.get(leaf, spec, spec.without(context.mesh.sequence), output)
 

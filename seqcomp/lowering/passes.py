@@ -155,9 +155,7 @@ def _mean(
         if user in moved and node in moved[user].wants:
             wants = dict(moved[user].wants)
             wants[part] = wants.pop(node)
-            moved[user] = Decision(
-                wants, moved[user].out, moved[user].form, moved[user].attributes
-            )
+            moved[user] = Decision(wants, moved[user].out, moved[user].form, moved[user].attributes)
 
 
 def _attention(
@@ -241,4 +239,3 @@ PASSES: tuple[Pass, ...] = (
     Pass("sum_gradients", sum_gradients_pass, ("placement", "local"), ("gradients",)),
     Pass("hoist_shards", hoist_shards_pass, ("local", "outputs"), ("hoisted",)),
 )
-

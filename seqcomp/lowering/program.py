@@ -119,7 +119,7 @@ def uninstall(module: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def original_forwards(module: torch.nn.Module, root: Callable[..., Any]) -> Iterator[None]:
-    """For the time of a capture the modules run their own code again. `root` is the compiled one."""
+    """During a capture the modules run their own code; `root` is the compiled forward."""
     compiled = [sub for sub in module.modules() if _SLOT in vars(sub)]
     for sub in (module, *compiled):
         restore_forward(sub)

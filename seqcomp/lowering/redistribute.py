@@ -14,8 +14,8 @@ from seqcomp.capture.edit import module_path, scope_of
 from seqcomp.capture.sizes import Size, SizeEmitter, common, divide, product
 from seqcomp.lowering import ops
 from seqcomp.placement.rule import MeshView
-from seqcomp.runtime.collectives import Cotangent
 from seqcomp.placement.spec import Dim, Factor, Spec
+from seqcomp.runtime.collectives import Cotangent
 
 aten = torch.ops.aten
 
@@ -78,9 +78,7 @@ class Redistributor:
         opened = len(steps) > 1
         if opened:
             local = [self._local(size, axes, before) for size, axes, _ in steps]
-            value = self.call(
-                aten.unflatten.int, (value, index, local), before, scope, source
-            )
+            value = self.call(aten.unflatten.int, (value, index, local), before, scope, source)
         for offset, (_, have, need) in enumerate(steps):
             gone = tuple(a for a in have if a not in need)
             fresh = tuple(a for a in need if a not in have)
@@ -93,9 +91,7 @@ class Redistributor:
                 value = self.call(ops.Shard(at, fresh), (value,), before, scope, source)
         if opened:
             last = index + len(steps) - 1
-            value = self.call(
-                aten.flatten.using_ints, (value, index, last), before, scope, source
-            )
+            value = self.call(aten.flatten.using_ints, (value, index, last), before, scope, source)
         return value
 
     def _local(self, size: Size, axes: Iterable[str], before: Node) -> Any:
@@ -144,7 +140,8 @@ def refine(old: Dim, new: Dim) -> list[tuple[Size, tuple[str, ...], tuple[str, .
             size, left, right = a.size, left[1:], [Factor(rest), *right[1:]]
         else:
             size = common(a.size, b.size)
-            assert size != 1 and not a.axes and not b.axes, f"{old} against {new}"
+            assert size != 1, f"{old} against {new}"
+            assert not a.axes + b.axes, f"{old} against {new}"
             left = [Factor(divide(a.size, size)), *left[1:]]
             right = [Factor(divide(b.size, size)), *right[1:]]
         if size == 1:
@@ -170,5 +167,3 @@ def common_scope(first: Node, second: Node) -> dict[str, Any]:
                 break
         result[key] = entry
     return result
-
-

@@ -99,7 +99,8 @@ class ScopeBuilder:
 
     def _items(self, scope: Key, placed: Mapping[Node, Key]) -> nx.DiGraph:
         """Direct nodes and child calls of a scope, with their dependencies."""
-        depth, items = len(scope), nx.DiGraph()
+        depth = len(scope)
+        items: nx.DiGraph[Any] = nx.DiGraph()
 
         def item(node: Node) -> Any:
             key = placed[node]
@@ -110,9 +111,9 @@ class ScopeBuilder:
                 continue
             items.add_node(item(node))
             for operand in node.all_input_nodes:
-                if operand in placed and placed[operand][:depth] == scope:
-                    if item(operand) != item(node):
-                        items.add_edge(item(operand), item(node))
+                inside = operand in placed and placed[operand][:depth] == scope
+                if inside and item(operand) != item(node):
+                    items.add_edge(item(operand), item(node))
         return items
 
     def _sorted_items(self, scope: Key, placed: Mapping[Node, Key]) -> list[Any]:

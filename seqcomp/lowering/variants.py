@@ -85,24 +85,18 @@ def sizes_of(call: Call, dims: tuple[InputDims | None, ...]) -> CallSizes:
     return CallSizes(batch[0] if batch else None, length[0] if length else None)
 
 
-def variant_of(
-    module: torch.nn.Module, call: Call, dims: tuple[InputDims | None, ...]
-) -> Variant:
+def variant_of(module: torch.nn.Module, call: Call, dims: tuple[InputDims | None, ...]) -> Variant:
     """The variant of a call in the current modes (train/eval, grad, autocast)."""
     if torch.is_inference_mode_enabled():
         grad = "inference"
     else:
         grad = "grad" if torch.is_grad_enabled() else "no_grad"
-    kinds = sorted(
-        {leaf.device.type for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
-    )
+    kinds = sorted({leaf.device.type for leaf in call.leaves if isinstance(leaf, torch.Tensor)})
     autocast = tuple(
         (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
         for kind in kinds
     )
-    leaves = tuple(
-        _leaf_key(leaf, dim) for leaf, dim in zip(call.leaves, dims, strict=True)
-    )
+    leaves = tuple(_leaf_key(leaf, dim) for leaf, dim in zip(call.leaves, dims, strict=True))
     return Variant(
         modes=tuple(m.training for m in module.modules()),
         grad=grad,
@@ -126,9 +120,7 @@ def _leaf_key(leaf: Any, dims: InputDims | None) -> Any:
 def check_length(resolved: ResolvedPlan, length: int | None) -> None:
     """Raises PlanError SC206 for a length that the plan cannot divide."""
     if length is not None:
-        raise_for_errors(
-            errors_in(check_plan(resolved.plan, seq_len=length))
-        )
+        raise_for_errors(errors_in(check_plan(resolved.plan, seq_len=length)))
 
 
 def build_program(
@@ -160,9 +152,7 @@ def build_program(
                 )
             ]
         )
-    capture = export_call(
-        module, call, dims, data_degree=mesh.degree(mesh.batch), where=where
-    )
+    capture = export_call(module, call, dims, data_degree=mesh.degree(mesh.batch), where=where)
     canonicalise(capture)
     attentions = recognise_attention(capture, module)
     facts = facts_of(capture, attentions, module)
@@ -215,17 +205,17 @@ def _check_names(
     resolved: ResolvedPlan, outputs: tuple[str, ...], call: Call, found: list[Diagnostic]
 ) -> None:
     known = {".".join(n.split(".")[:i]) for n in outputs for i in range(1, n.count(".") + 2)}
-    for name in resolved.plan.outputs:
-        if name not in known:
-            found.append(
-                diagnostic(
-                    "SC111",
-                    where=f"outputs.{name}",
-                    found=name,
-                    legal=tuple(sorted(known)),
-                    help="name an output of this call",
-                )
-            )
+    found.extend(
+        diagnostic(
+            "SC111",
+            where=f"outputs.{name}",
+            found=name,
+            legal=tuple(sorted(known)),
+            help="name an output of this call",
+        )
+        for name in resolved.plan.outputs
+        if name not in known
+    )
 
 
 def _refuse_hooks(module: torch.nn.Module) -> None:

@@ -99,9 +99,13 @@ def _weight_like(capture: Capture) -> set[Node]:
             result.add(node)
         elif node.op == "call_function" and is_tensor(node) and tensor_args(node):
             has_token = any(s.has(BATCH_SYMBOL, LENGTH_SYMBOL) for s in capture.shape(node))
-            if not has_token and any(n in result for n in tensor_args(node)) and all(
-                n in result or (n.op == "placeholder" and n.name in capture.state)
-                for n in tensor_args(node)
+            if (
+                not has_token
+                and any(n in result for n in tensor_args(node))
+                and all(
+                    n in result or (n.op == "placeholder" and n.name in capture.state)
+                    for n in tensor_args(node)
+                )
             ):
                 result.add(node)
     return result
@@ -234,5 +238,3 @@ def _gather_finding(node: Node, decision: Decision, env: Env) -> list[Diagnostic
             )
         )
     return findings
-
-

@@ -106,9 +106,7 @@ def _vector_product(node: Node, env: Env, left: Node, right: Node) -> Decision |
     return None
 
 
-def _lead(
-    batch: Sequence[Dim], node: Node, env: Env, shape: Sequence[object]
-) -> tuple[Dim, ...]:
+def _lead(batch: Sequence[Dim], node: Node, env: Env, shape: Sequence[object]) -> tuple[Dim, ...]:
     own = env.shape(node)
     offset = len(batch) - (len(own) - 2)
     return tuple(

@@ -181,9 +181,7 @@ def cat_rule(node: Node, env: Env) -> Decision | None:
 def pad_rule(node: Node, env: Env) -> Decision:
     source, pads = node.args[0], list(node.args[1])
     ndim = len(env.shape(source))
-    touched = {
-        ndim - 1 - i // 2 for i, p in enumerate(pads) if not (isinstance(p, int) and p == 0)
-    }
+    touched = {ndim - 1 - i // 2 for i, p in enumerate(pads) if not (isinstance(p, int) and p == 0)}
     _, want, reason = _mixing(node, env, sorted(touched))
     return Decision({source: want}, _fit(want, env.shape(node)), gathered=reason)
 
@@ -280,4 +278,3 @@ def _rules() -> dict[str, Rule]:
 
 
 DIMWISE_RULES = _rules()
-

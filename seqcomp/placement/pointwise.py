@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-
 import torch
 from torch.fx import Node
 
@@ -73,5 +72,3 @@ def _rounds(node: Node) -> bool:
 def _widens(node: Node) -> bool:
     new, old = node.meta["val"].dtype, node.args[0].meta["val"].dtype
     return new.is_floating_point and (not old.is_floating_point or new.itemsize >= old.itemsize)
-
-

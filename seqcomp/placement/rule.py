@@ -98,8 +98,7 @@ def outputs_of(node: Node, env: Env) -> list[tuple[Size, ...]]:
     from seqcomp.capture.sizes import expression
 
     return [
-        tuple(expression(s, env.capture.canonical) for s in val.shape)
-        for val in node.meta["val"]
+        tuple(expression(s, env.capture.canonical) for s in val.shape) for val in node.meta["val"]
     ]
 
 
@@ -120,9 +119,7 @@ def align(
             at = index - (len(shape) - len(own))
             if at >= 0 and own[at] == size and size != 1:
                 candidates.append(env.spec(node).dims[at])
-        chosen = max(
-            candidates, key=lambda d: (_free_axes(d, used), len(d)), default=whole(size)
-        )
+        chosen = max(candidates, key=lambda d: (_free_axes(d, used), len(d)), default=whole(size))
         chosen = _strip(chosen, used)
         used |= {a for f in chosen for a in f.axes}
         targets.append(chosen)
@@ -143,9 +140,7 @@ def _free_axes(dim: Dim, used: set[str]) -> int:
 
 
 def _strip(dim: Dim, used: set[str]) -> Dim:
-    return merged(
-        tuple(Factor(f.size, tuple(a for a in f.axes if a not in used)) for f in dim)
-    )
+    return merged(tuple(Factor(f.size, tuple(a for a in f.axes if a not in used)) for f in dim))
 
 
 def gather_all(node: Node, env: Env, reason: str) -> Decision:

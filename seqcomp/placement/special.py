@@ -136,9 +136,7 @@ def element_loss_rule(node: Node, env: Env) -> Decision:
             wants[other] = Spec(tuple(whole(s) for s in env.shape(other)))
     partial = tuple(a for dim in dims for f in dim for a in f.axes)
     if reduction == 1 and partial:
-        return Decision(
-            wants, Spec((), partial), "mean", {"degree": env.mesh.degree(partial)}
-        )
+        return Decision(wants, Spec((), partial), "mean", {"degree": env.mesh.degree(partial)})
     return Decision(wants, Spec((), partial))
 
 
@@ -159,4 +157,3 @@ SPECIAL_RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(_ELEMENT_LOSSES, element_loss_rule),
 }
-

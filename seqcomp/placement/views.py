@@ -54,9 +54,7 @@ def movedim_rule(node: Node, env: Env) -> Decision:
 
     sources, targets = listed(node.args[1]), listed(node.args[2])
     rest = iter([d for d in range(ndim) if d not in sources])
-    order = [
-        sources[targets.index(i)] if i in targets else next(rest) for i in range(ndim)
-    ]
+    order = [sources[targets.index(i)] if i in targets else next(rest) for i in range(ndim)]
     return _moved(node, env, order)
 
 
@@ -106,7 +104,7 @@ def repeat_rule(node: Node, env: Env) -> Decision | None:
     missing = len(shape) - len(spec.dims)
     repeats = [1] * (len(shape) - len(repeats)) + repeats
     want, dims = spec, []
-    for i, size in enumerate(shape):
+    for i in range(len(shape)):
         at = i - missing
         if at >= 0 and repeats[i] == 1:
             dims.append(i)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "send_recv", "all_reduce"]
+Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "p2p", "all_reduce"]
 Phase = Literal["forward", "backward"]
 
 
@@ -18,7 +18,8 @@ class AttentionShape:
     """One layer's attention on the whole sequence of one data rank.
 
     Global sizes: ``batch`` x ``length`` tokens, ``heads`` query and ``kv_heads`` KV heads of
-    ``head_dim``; ``hidden`` is the width between layers (heads * head_dim unless given).
+    ``head_dim``; ``hidden`` is the width between layers (heads * head_dim unless given),
+    ``value_dim`` the width of a value head (head_dim unless given).
     ``element_bytes`` of activations, ``accumulator_bytes`` of travelling dK/dV (4; 8 for fp64).
     """
 
@@ -30,8 +31,11 @@ class AttentionShape:
     element_bytes: int = 2
     accumulator_bytes: int = 4
     hidden: int = 0
+    value_dim: int = 0
 
     def __post_init__(self) -> None:
+        if self.value_dim == 0:
+            object.__setattr__(self, "value_dim", self.head_dim)
         if self.hidden == 0:
             object.__setattr__(self, "hidden", self.heads * self.head_dim)
 
@@ -42,8 +46,18 @@ class AttentionShape:
 
     @property
     def width(self) -> int:
-        """A = heads * head_dim, elements of Q (and of the output) per token."""
+        """A = heads * head_dim, elements of Q per token."""
         return self.heads * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Elements of the output per token: A unless value heads have a width of their own."""
+        return self.heads * self.value_dim
+
+    @property
+    def kv_head(self) -> int:
+        """Elements of one KV head per token: K and V, 2d."""
+        return self.head_dim + self.value_dim
 
     def on_tensor_rank(self, degree: int) -> AttentionShape:
         """What ulysses and ring see beside a tensor axis: Hq/t and max(Hkv/t, 1) heads."""
@@ -64,7 +78,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class CommStep:
-    """``count`` equal collectives of one kind over one axis; ``bytes_sent`` is their total.
+    """``count`` collectives of one kind over one axis; ``bytes_sent`` is their total.
 
     ``overlappable`` where computation that does not need the result is at hand.
     """
@@ -111,5 +125,5 @@ def attention_flops(shape: AttentionShape, *, causal: bool, phase: Phase) -> int
     2.5 x, with the scores recomputed as flash attention does.
     """
     pairs = shape.length * (shape.length + 1) // 2 if causal else shape.length**2
-    forward = 4 * shape.batch * pairs * shape.width
+    forward = 2 * shape.batch * pairs * (shape.width + shape.value_width)
     return forward if phase == "forward" else 5 * forward // 2

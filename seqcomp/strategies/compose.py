@@ -18,12 +18,20 @@ def layer_steps(
     With a tensor axis t, ulysses and ring see Hq/t and max(Hkv/t, 1) heads, and the tensor
     axis exchanges the s/(r*u) tokens of its ring and ulysses rank.
     """
+    tensor = MegatronSp(plan.tensor_size, plan.tensor_axis or "tensor")
+    degree = plan.ring_size * plan.ulysses_size
+    return (
+        *tensor.comm_steps(shape.on_sequence_rank(degree)),
+        *attention_steps(plan, shape, module_path),
+    )
+
+
+def attention_steps(
+    plan: ResolvedPlan, shape: AttentionShape, module_path: str = ""
+) -> tuple[CommStep, ...]:
+    """The part of ``layer_steps`` that happens inside the attention at ``module_path``."""
     attention = Usp(
         Ring(plan.ring_size, plan.ring_axis or "ring", plan.transport_for(module_path)),
         Ulysses(plan.ulysses_size, plan.ulysses_axis or "ulysses"),
     )
-    tensor = MegatronSp(plan.tensor_size, plan.tensor_axis or "tensor")
-    return (
-        *tensor.comm_steps(shape.on_sequence_rank(attention.degree)),
-        *attention.comm_steps(shape.on_tensor_rank(plan.tensor_size)),
-    )
+    return attention.comm_steps(shape.on_tensor_rank(plan.tensor_size))

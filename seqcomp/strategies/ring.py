@@ -30,23 +30,26 @@ class Ring:
         del shape
 
     def comm_steps(self, shape: AttentionShape) -> tuple[CommStep, ...]:
-        """Forward 2(P-1)/P*T*Hkv*d*e, backward 2(P-1)/P*T*Hkv*d*(e + a)."""
+        """Forward 2(P-1)/P*T*Hkv*d*e, backward 2(P-1)/P*T*Hkv*d*(e + a).
+
+        K and V travel together: one exchange a hop, or one all-gather.
+        """
         if self.degree == 1:
             return ()
         hops = self.degree - 1
-        elements = 2 * hops * shape.tokens * shape.kv_heads * shape.head_dim
+        elements = hops * shape.tokens * shape.kv_heads * shape.kv_head
         kv = part(elements * shape.element_bytes, self.degree)
         grads = part(elements * shape.accumulator_bytes, self.degree)
         if self.transport == "allgather":
             return (
-                CommStep("all_gather", self.axis, kv, 2, "forward", False),
-                CommStep("all_gather", self.axis, kv, 2, "backward", False),
-                CommStep("reduce_scatter", self.axis, grads, 2, "backward", False),
+                CommStep("all_gather", self.axis, kv, 1, "forward", False),
+                CommStep("all_gather", self.axis, kv, 1, "backward", False),
+                CommStep("reduce_scatter", self.axis, grads, 1, "backward", False),
             )
         return (
-            CommStep("send_recv", self.axis, kv, hops, "forward", True),
-            CommStep("send_recv", self.axis, kv, hops, "backward", True),
-            CommStep("send_recv", self.axis, grads, hops, "backward", True),
+            CommStep("p2p", self.axis, kv, hops, "forward", True),
+            CommStep("p2p", self.axis, kv, hops, "backward", True),
+            CommStep("p2p", self.axis, grads, hops, "backward", True),
         )
 
 

@@ -25,17 +25,20 @@ class Ulysses:
         return head_degrees(shape.heads, shape.kv_heads)
 
     def comm_steps(self, shape: AttentionShape) -> tuple[CommStep, ...]:
-        """(P-1)/P^2 * T*(2A + 2*max(Hkv, P)*d)*e forward, the same backward."""
+        """(P-1)/P^2 * T*(2A + 2*max(Hkv, P)*d)*e forward, the same backward.
+
+        Q, K and V travel in one exchange, the output in another; their gradients likewise.
+        """
         if self.degree == 1:
             return ()
-        kv_width = max(shape.kv_heads, self.degree) * shape.head_dim
+        kv_width = max(shape.kv_heads, self.degree) * shape.kv_head
         return tuple(
-            self._exchange(shape, width, count, phase)
+            self._exchange(shape, width, phase)
             for phase in ("forward", "backward")
-            for width, count in ((shape.width + 2 * kv_width, 3), (shape.width, 1))
+            for width in (shape.width + kv_width, shape.value_width)
         )
 
-    def _exchange(self, shape: AttentionShape, width: int, count: int, phase: Phase) -> CommStep:
+    def _exchange(self, shape: AttentionShape, width: int, phase: Phase) -> CommStep:
         payload = (self.degree - 1) * shape.tokens * width * shape.element_bytes
         sent = part(payload, self.degree**2)
-        return CommStep("all_to_all", self.axis, sent, count, phase, False)
+        return CommStep("all_to_all", self.axis, sent, 1, phase, False)

@@ -130,14 +130,14 @@ def test_crossover_with_replicated_kv_heads(shape: AttentionShape, limit: float)
 def test_kinds_counts_and_overlap() -> None:
     ring = Ring(4).comm_steps(LLAMA_8B)
     assert [(s.kind, s.count, s.phase, s.overlappable) for s in ring] == [
-        ("send_recv", 3, "forward", True),
-        ("send_recv", 3, "backward", True),
-        ("send_recv", 3, "backward", True),
+        ("p2p", 3, "forward", True),
+        ("p2p", 3, "backward", True),
+        ("p2p", 3, "backward", True),
     ]
     gathered = Ring(4, transport="allgather").comm_steps(LLAMA_8B)
     assert {s.kind for s in gathered} == {"all_gather", "reduce_scatter"}
     assert not any(s.overlappable for s in gathered)
-    assert sum(s.count for s in Ulysses(4).comm_steps(LLAMA_8B) if s.phase == "forward") == 4
+    assert sum(s.count for s in Ulysses(4).comm_steps(LLAMA_8B) if s.phase == "forward") == 2
     megatron = MegatronSp(4).comm_steps(LLAMA_8B)
     counts: dict[tuple[str, Phase], int] = {(s.kind, s.phase): s.count for s in megatron}
     assert counts == {
@@ -167,7 +167,7 @@ def test_layers_of_a_plan() -> None:
         "overrides: [{match: a.1, ring: {transport: allgather}}]\n"
     )
     overridden = resolve(load_plan(text))
-    assert {step.kind for step in layer_steps(overridden, LLAMA_8B, "a.0")} == {"send_recv"}
+    assert {step.kind for step in layer_steps(overridden, LLAMA_8B, "a.0")} == {"p2p"}
     assert "all_gather" in {step.kind for step in layer_steps(overridden, LLAMA_8B, "a.1")}
     assert {step.axis for step in layer_steps(overridden, LLAMA_8B)} == {"r"}
 
