@@ -6,15 +6,75 @@ from dataclasses import dataclass
 from typing import Any
 
 from seqcomp.diagnostics import Diagnostic
+from seqcomp.lowering.program import Program
+from seqcomp.plan.resolve import ResolvedPlan
+from seqcomp.report.local import local_values
+from seqcomp.report.render import as_text, comm_table, kernel_table, readable
+from seqcomp.report.rows import CommRow, KernelRow, comm_rows, kernel_rows
+from seqcomp.runtime.comm import RankContext
 
 
 @dataclass(frozen=True)
 class Report:
-    """Rows of communication and findings of one program."""
+    """What one call of a program does on one rank; ranks of a mesh all do the same.
 
+    `comm` counts one forward and its backward. `batch` is the rank's own, `length` the full one
+    (None where the model has no such dim). `mesh` lists the axes, outermost first.
+    """
+
+    program: str
+    mesh: dict[str, int]
+    batch: int | None
+    length: int | None
+    comm: tuple[CommRow, ...]
+    kernels: tuple[KernelRow, ...]
     findings: tuple[Diagnostic, ...]
 
+    def bytes_sent(self, phase: str | None = None) -> int:
+        """Bytes that one rank sends, in one phase or in both."""
+        return sum(row.bytes_sent for row in self.comm if phase in (None, row.phase))
 
-def build_report(program: Any, batch: Any, length: Any, resolved: Any, context: Any) -> Report:
-    """Placeholder of the interface while the rows are being built."""
-    return Report(program.findings)
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values with exactly the fields of this class."""
+        return {
+            "program": self.program,
+            "mesh": dict(self.mesh),
+            "batch": self.batch,
+            "length": self.length,
+            "comm": [row.to_json() for row in self.comm],
+            "kernels": [row.to_json() for row in self.kernels],
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+    def __str__(self) -> str:
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+        forward, backward = (readable(self.bytes_sent(p)) for p in ("forward", "backward"))
+        return as_text(
+            [
+                f"program {self.program} on {axes}; batch {self.batch}, length {self.length}; "
+                f"each rank sends {forward} forward, {backward} backward",
+                *([kernel_table(self.kernels)] if self.kernels else []),
+                *([comm_table(self.comm)] if self.comm else []),
+                *(str(finding) for finding in self.findings),
+            ]
+        )
+
+
+def build_report(
+    program: Program,
+    batch: int | None,
+    length: int | None,
+    resolved: ResolvedPlan,
+    context: RankContext,
+) -> Report:
+    """The report of one call of `program` with this rank's `batch` and the full `length`."""
+    values = local_values(program, batch, length, resolved.axes)
+    return Report(
+        program=program.name,
+        mesh=dict(resolved.axes),
+        batch=batch,
+        length=length,
+        comm=comm_rows(program, values, resolved),
+        kernels=kernel_rows(program, values, resolved, context.device),
+        findings=program.findings,
+    )

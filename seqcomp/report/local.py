@@ -1,0 +1,125 @@
+"""The sizes of every value on one rank, found by running its local graph on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from seqcomp.capture.call import BATCH, SEQ, InputDims
+from seqcomp.capture.edit import op_name
+from seqcomp.lowering import ops
+from seqcomp.lowering.program import Program
+
+_MATMULS = ("aten.linear", "aten.matmul", "aten.mm", "aten.addmm", "aten.bmm")
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def local_values(
+    program: Program, batch: int | None, length: int | None, degrees: Mapping[str, int]
+) -> dict[Node, Any]:
+    """What every node of `program.flat` gives on a rank: fake tensors, and integers for sizes.
+
+    batch: of this rank. length: the full one. degrees: size of each mesh axis. Nothing is
+    computed or sent, no memory is used. Whether a tensor requires a gradient is as in a call.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    values: dict[Node, Any] = {}
+    inputs = dict(zip(program.capture.inputs, program.capture.dims, strict=True))
+    with fake, _modes(program):
+        for node in program.flat.nodes:
+            if node.op == "placeholder":
+                values[node] = _given(node, inputs.get(node.name), batch, length)
+            elif node.op == "call_function":
+                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+                if isinstance(node.target, ops.Op):
+                    values[node] = _imitate(node, node.target, args, degrees, fake)
+                else:
+                    values[node] = node.target(*args, **kwargs)
+    return values
+
+
+def has_backward(program: Program) -> bool:
+    """Whether the program was lowered with gradients on and has something to differentiate."""
+    marks = (ops.SumGradient, ops.OwnCotangent)
+    return any(isinstance(node.target, marks) for node in program.flat.nodes)
+
+
+@contextlib.contextmanager
+def _modes(program: Program) -> Iterator[None]:
+    """Grad mode and autocast as they were in the call."""
+    dtype, device = _autocast(program)
+    with (
+        torch.set_grad_enabled(has_backward(program)),
+        torch.autocast(device, dtype, enabled=dtype is not None),
+    ):
+        yield
+
+
+def _autocast(program: Program) -> tuple[torch.dtype | None, str]:
+    """A product that is narrower than its wide operands was captured under autocast."""
+    for node in program.flat.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or op_name(node) not in _MATMULS:
+            continue
+        given = [_captured_dtype(operand) for operand in node.all_input_nodes]
+        if value.dtype in _NARROW and any(d in (torch.float32, torch.float64) for d in given):
+            return value.dtype, value.device.type
+    return None, "cpu"
+
+
+def _captured_dtype(node: Node) -> torch.dtype | None:
+    while "val" not in node.meta and isinstance(node.target, ops.Op) and node.args:
+        (node,) = node.args[:1]
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _given(node: Node, dims: InputDims | None, batch: int | None, length: int | None) -> Any:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return value
+    roles: tuple[str | None, ...] = dims.dims if dims else (None,) * value.dim()
+    known = {BATCH: batch, SEQ: length}
+    shape = [
+        int(size) if role is None else known[role]
+        for size, role in zip(value.shape, roles, strict=True)
+    ]
+    # A dim of size 1 broadcasts: it has the role of none.
+    return torch.empty(
+        [1 if _is_one(size) else new for size, new in zip(value.shape, shape, strict=True)],
+        dtype=value.dtype, device=value.device, requires_grad=value.requires_grad,
+    )  # fmt: skip
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _imitate(
+    node: Node, op: ops.Op, args: Any, degrees: Mapping[str, int], fake: FakeTensorMode
+) -> Tensor:
+    degree = 1
+    for axis in op.axes_used():
+        degree *= degrees[axis]
+    match op:
+        case ops.Constant():
+            return fake.from_tensor(op.value)
+        case ops.Attention():
+            q, _, v = args
+            out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=node.meta["val"].dtype)
+            grad = torch.is_grad_enabled() and any(x.requires_grad for x in args)
+            return out.requires_grad_(grad)
+        case ops.Shard():
+            (x,) = args
+            return x.narrow(op.dim, 0, x.shape[op.dim] // degree)
+        case ops.Gather():
+            return torch.cat([args[0]] * degree, op.dim)
+    assert isinstance(op, ops.AllReduce | ops.OwnCotangent | ops.SumGradient), op
+    return args[0].view_as(args[0])

@@ -1,0 +1,69 @@
+"""Tables of a report as plain text. Modules that differ only in an index share a line."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from seqcomp.report.rows import CommRow, KernelRow
+
+
+def comm_table(rows: Iterable[CommRow]) -> Table:
+    """Sums over layers, forward first."""
+    groups: dict[tuple[str, ...], list[CommRow]] = {}
+    for row in sorted(rows, key=lambda r: r.phase == "backward"):
+        overlap = "yes" if row.overlappable else "no"
+        key = (pattern(row.module), row.kind, row.axis, row.phase, overlap)
+        groups.setdefault(key, []).append(row)
+    table = Table("module", "collective", "axis", "phase", "can overlap", title="sent by one rank")
+    table.add_column("calls", justify="right")
+    table.add_column("bytes", justify="right")
+    for key, members in groups.items():
+        calls, sent = sum(r.count for r in members), sum(r.bytes_sent for r in members)
+        table.add_row(*key, str(calls), readable(sent))
+    return table
+
+
+def kernel_table(rows: Iterable[KernelRow]) -> Table:
+    groups: dict[tuple[str, ...], int] = {}
+    for row in rows:
+        key = (
+            pattern(row.module), row.kernel, row.dtype,
+            f"{row.heads} / {row.kv_heads} x {row.head_dim}", row.mask, row.layout, row.transport,
+        )  # fmt: skip
+        groups[key] = groups.get(key, 0) + 1
+    table = Table(
+        "module", "kernel", "dtype", "heads / KV x dim", "mask", "layout", "K/V travel",
+        title="attention",
+    )  # fmt: skip
+    table.add_column("layers", justify="right")
+    for key, count in groups.items():
+        table.add_row(*key, str(count))
+    return table
+
+
+def as_text(parts: Sequence[Table | str], width: int = 160) -> str:
+    """Plain text without colours or trailing blanks."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
+    for part in parts:
+        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def pattern(module: str) -> str:
+    """'layers.3.attn' -> 'layers.*.attn'."""
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
+def readable(size: int) -> str:
+    """Bytes with a binary unit, three digits."""
+    value, unit = float(size), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007
+        if value < 1000 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{size} B" if unit == "B" else f"{value:.3g} {unit}"

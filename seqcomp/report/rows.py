@@ -1,0 +1,178 @@
+"""Rows of a report: what one rank sends in one call, and which kernel each attention uses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from seqcomp.capture.recognise import AttentionInfo
+from seqcomp.lowering import ops
+from seqcomp.lowering.program import Program
+from seqcomp.plan.resolve import ResolvedPlan
+from seqcomp.runtime.attention import kernels
+from seqcomp.strategies.base import AttentionShape, Kind, Phase
+from seqcomp.strategies.compose import attention_steps
+
+
+@dataclass(frozen=True)
+class CommRow:
+    """`count` collectives of one kind from one place, and what one rank sends in all of them.
+
+    `module` is the path of the module that needs the value, the name of a parameter for the sum
+    of its gradient, or the name of an output. `axis` joins the mesh axes of the group with "+".
+    `bytes_sent` is logical payload in bytes, the rank's own part excluded (an all-reduce counts
+    as reduce-scatter and all-gather).
+    """
+
+    module: str
+    kind: Kind
+    axis: str
+    count: int
+    bytes_sent: int
+    phase: Phase
+    overlappable: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """How one attention runs on one rank.
+
+    `kernel` computes full and causal tiles, others take `math`; "sdpa" is torch's own choice,
+    where no axis divides the attention. `heads` and `kv_heads` are the layer's.
+    """
+
+    module: str
+    kernel: str
+    dtype: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mask: str
+    layout: str
+    transport: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def comm_rows(
+    program: Program, values: Mapping[Node, Any], resolved: ResolvedPlan
+) -> tuple[CommRow, ...]:
+    """Everything that one rank sends in a call and its backward, in the order of the forward.
+
+    values: as from `local_values`. Backward rows suppose that every output takes part in the
+    loss.
+    """
+    found: list[CommRow] = []
+    for node in program.flat.nodes:
+        if isinstance(node.target, ops.Op):
+            found.extend(_rows_of(node, node.target, values, resolved))
+    return tuple(_merged(found))
+
+
+def kernel_rows(
+    program: Program,
+    values: Mapping[Node, Any],
+    resolved: ResolvedPlan,
+    device: torch.device,
+) -> tuple[KernelRow, ...]:
+    """One row for each attention, in the order of the forward."""
+    rows = []
+    for node in program.flat.nodes:
+        info: AttentionInfo | None = node.meta.get("attention")
+        if info is None:
+            continue
+        q, k, v = (values[x] for x in node.args[:3])
+        dtype, op = values[node].dtype, node.target
+        divided = isinstance(op, ops.Attention)
+        rows.append(
+            KernelRow(
+                module=info.where,
+                kernel=kernels.choose(device, dtype, q.shape[3], v.shape[3]) if divided else "sdpa",
+                dtype=str(dtype).removeprefix("torch."),
+                heads=q.shape[1],
+                kv_heads=k.shape[1],
+                head_dim=q.shape[3],
+                mask=type(info.mask).__name__.lower() if info.mask else info.mask_found,
+                layout=program.layout.kind,
+                transport=op.transport if divided and resolved.ring_size > 1 else "none",
+            )
+        )
+    return tuple(rows)
+
+
+def _rows_of(
+    node: Node, op: ops.Op, values: Mapping[Node, Any], resolved: ResolvedPlan
+) -> Iterator[CommRow]:
+    if isinstance(op, ops.Attention):
+        yield from _attention(node, op, values, resolved)
+        return
+    degree = math.prod(resolved.axes[axis] for axis in op.axes_used())
+    if degree == 1:
+        return
+    axis = "+".join(op.axes_used())
+    operand: Tensor = values[node.args[0]]
+    size = operand.numel() * operand.element_size()
+    backward = values[node].requires_grad
+
+    def row(kind: Kind, sent: int, phase: Phase, *, overlappable: bool = False) -> CommRow:
+        label: str = op.label  # type: ignore[attr-defined]
+        return CommRow(label, kind, axis, 1, sent, phase, overlappable)
+
+    match op:
+        case ops.Gather():
+            yield row("all_gather", (degree - 1) * size, "forward")
+            if backward and op.cotangent == "partial":
+                yield row("reduce_scatter", (degree - 1) * size, "backward")
+        case ops.AllReduce():
+            yield row("all_reduce", 2 * (degree - 1) * size // degree, "forward")
+            if backward and op.cotangent == "partial":
+                yield row("all_reduce", 2 * (degree - 1) * size // degree, "backward")
+        case ops.SumGradient() if backward:
+            # Gradients narrower than fp32 are added up in fp32.
+            wide = operand.numel() * max(operand.element_size(), 4)
+            sent = 2 * (degree - 1) * wide // degree
+            yield row("all_reduce", sent, "backward", overlappable=True)
+
+
+def _attention(
+    node: Node, op: ops.Attention, values: Mapping[Node, Any], resolved: ResolvedPlan
+) -> Iterator[CommRow]:
+    q, k, v = (values[x] for x in node.args)
+    element = values[node].element_size()
+    shape = AttentionShape(
+        batch=q.shape[0],
+        length=q.shape[2] * resolved.sequence_size,
+        heads=q.shape[1] * resolved.tensor_size,
+        kv_heads=k.shape[1] * resolved.tensor_size,
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        element_bytes=element,
+        accumulator_bytes=max(element, 4),
+    )
+    for step in attention_steps(resolved, shape, op.label):
+        if step.phase == "forward" or values[node].requires_grad:
+            yield CommRow(
+                op.label, step.kind, step.axis, step.count, step.bytes_sent, step.phase,
+                step.overlappable,
+            )  # fmt: skip
+
+
+def _merged(rows: Iterable[CommRow]) -> Iterator[CommRow]:
+    """Equal kinds of one place are one row."""
+    total: dict[tuple[Any, ...], tuple[int, int]] = {}
+    for row in rows:
+        key = (row.module, row.kind, row.axis, row.phase, row.overlappable)
+        count, sent = total.get(key, (0, 0))
+        total[key] = (count + row.count, sent + row.bytes_sent)
+    for (module, kind, axis, phase, overlappable), (count, sent) in total.items():
+        yield CommRow(module, kind, axis, count, sent, phase, overlappable)
