@@ -98,7 +98,7 @@ def sent_bytes(model: nn.Module, batch: int, length: int) -> list[Sent]:
 
     counted: dict[tuple[str, str], int] = defaultdict(int)
     for row in compiled.context.traffic.rows():
-        purpose = row.label if row.label == "loss" else "other"
+        purpose = row.label
         if row.label in attentions:
             purpose = f"attention, {row.phase}"
         elif row.label in parameters:

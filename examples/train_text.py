@@ -55,14 +55,14 @@ class Config:
     """The recipe. Lengths are in bytes of text; `sequences` is the batch of one data rank."""
 
     plan: str = str(PLANS / "usp_2x2.yaml")
-    steps: int = 40
+    steps: int = 30
     seq_len: int = 4096
     sequences: int = 1
     layers: int = 3
     width: int = 256
     heads: int = 8
     kv_heads: int = 4
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     seed: int = 0
     text_bytes: int = 8 * 2**20
     reference: bool = True
@@ -70,7 +70,7 @@ class Config:
 
     @property
     def time_limit_s(self) -> float:
-        """When a run is given up; far beyond a slow machine's need, so that only a hang gets there."""
+        """When a run is given up: far beyond the need of a slow machine, for hangs only."""
         return 300.0 + 60.0 * self.steps
 
 
@@ -91,7 +91,7 @@ def load_text(config: Config) -> Tensor:
 
 
 def batches(config: Config, slices: int) -> Iterator[Tensor]:
-    """Ids [B, S] of the whole batch of each step: random places of the text, the same everywhere."""
+    """Ids [B, S] of the whole batch of each step, from random places of the text."""
     text = load_text(config)
     generator = torch.Generator().manual_seed(config.seed)
     for _ in range(config.steps):

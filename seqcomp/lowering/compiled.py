@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -28,6 +29,7 @@ from seqcomp.lowering.program import (
     restore_forward,
     uninstall,
 )
+from seqcomp.lowering.regions import region_graph
 from seqcomp.lowering.variants import (
     CallSizes,
     Variant,
@@ -122,6 +124,10 @@ class CompiledModule:
                 ]
             )
         return "\n".join(found)
+
+    def regions(self) -> nx.DiGraph[int]:
+        """Regions of local work and the redistributions between them, of the last program."""
+        return region_graph(self.last_program()[0].flat)
 
     def token_index(self, length: int | None = None) -> Tensor:
         """Global positions of this rank's tokens [S / P], of the last call or of `length`."""

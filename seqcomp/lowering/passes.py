@@ -191,6 +191,7 @@ def sum_gradients_pass(graph: Graph, context: LoweringContext) -> Graph:
     everywhere = tuple(context.mesh.degrees)
     capture = context.capture
     assert context.placement is not None
+    order = {n: i for i, n in enumerate(graph.nodes)}
     for node in [n for n in graph.nodes if n.op == "placeholder"]:
         if not is_tensor(node) or not node.meta["val"].requires_grad:
             continue
@@ -204,13 +205,12 @@ def sum_gradients_pass(graph: Graph, context: LoweringContext) -> Graph:
         else:
             continue
         if axes:
-            _sum_per_scope(graph, node, ops.SumGradient(axes, label))
+            _sum_per_scope(graph, node, ops.SumGradient(axes, label), order)
     return graph
 
 
-def _sum_per_scope(graph: Graph, node: Node, op: ops.SumGradient) -> None:
+def _sum_per_scope(graph: Graph, node: Node, op: ops.SumGradient, order: dict[Node, int]) -> None:
     made: dict[str, Node] = {}
-    order = {n: i for i, n in enumerate(graph.nodes)}
     for user in sorted(node.users, key=order.__getitem__):
         if user.op == "output":
             continue

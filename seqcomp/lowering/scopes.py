@@ -51,6 +51,7 @@ class ScopeBuilder:
         self._aliases = aliases
         self._program = program
         self._paths: dict[Key, str] = {}
+        self._members: dict[Key, list[Node]] = {}
         self.pieces: list[Piece] = []
 
     def build(self, inputs: Sequence[Node]) -> Piece:
@@ -79,7 +80,8 @@ class ScopeBuilder:
         changed = True
         while changed:
             changed = False
-            for scope in sorted({key[:i] for key in placed.values() for i in range(len(key) + 1)}):
+            self._index(placed)
+            for scope in sorted(self._members):
                 items = self._items(scope, placed)
                 for knot in nx.strongly_connected_components(items):
                     if len(knot) > 1:
@@ -89,6 +91,13 @@ class ScopeBuilder:
                         self._lift(children, len(scope), placed)
                 if changed:
                     break
+
+    def _index(self, placed: Mapping[Node, Key]) -> None:
+        """The nodes in and below each scope, in order."""
+        self._members = {}
+        for node, key in placed.items():
+            for depth in range(len(key) + 1):
+                self._members.setdefault(key[:depth], []).append(node)
 
     @staticmethod
     def _lift(children: Iterable[Key], depth: int, placed: dict[Node, Key]) -> None:
@@ -106,9 +115,7 @@ class ScopeBuilder:
             key = placed[node]
             return node if len(key) == depth else key[: depth + 1]
 
-        for node, key in placed.items():
-            if key[:depth] != scope:
-                continue
+        for node in self._members.get(scope, ()):
             items.add_node(item(node))
             for operand in node.all_input_nodes:
                 inside = operand in placed and placed[operand][:depth] == scope
@@ -121,10 +128,10 @@ class ScopeBuilder:
         items = self._items(scope, placed)
         first: dict[Any, int] = {}
         depth = len(scope)
-        for node, key in placed.items():
-            if key[:depth] == scope:
-                name = node if len(key) == depth else key[: depth + 1]
-                first[name] = min(first.get(name, len(self._order)), self._order[node])
+        for node in self._members.get(scope, ()):
+            key = placed[node]
+            name = node if len(key) == depth else key[: depth + 1]
+            first[name] = min(first.get(name, len(self._order)), self._order[node])
         waiting = {name: items.in_degree(name) for name in items}
         ready = [(first[name], str(name), name) for name, n in waiting.items() if n == 0]
         heapq.heapify(ready)
@@ -198,7 +205,7 @@ class ScopeBuilder:
         lookup: Any,
     ) -> None:
         child_path = self._paths[key]
-        inside = {n for n, k in placed.items() if k[: len(key)] == key}
+        inside = set(self._members[key])
         needed: list[Node] = []
         for node in sorted(inside, key=self._order.__getitem__):
             for operand in node.all_input_nodes:

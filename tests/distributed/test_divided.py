@@ -11,7 +11,7 @@ What every rank has whole, and why that is little:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -68,10 +68,27 @@ def on_ranks(plan: plans.Plan, spec: Spec = SPEC) -> list[Work]:
     return lockstep(lambda: make(spec), plan, measured, inputs=batch_of(spec))
 
 
+OnRanks = Callable[[plans.Plan], list[Work]]
+
+
 @pytest.fixture(scope="module")
-def alone() -> Work:
+def ranks_of() -> OnRanks:
+    """`on_ranks`, each plan once."""
+    known: dict[str, list[Work]] = {}
+
+    def once(plan: plans.Plan) -> list[Work]:
+        name = plans.name(plan)
+        if name not in known:
+            known[name] = on_ranks(plan)
+        return known[name]
+
+    return once
+
+
+@pytest.fixture(scope="module")
+def alone(ranks_of: OnRanks) -> Work:
     """The single process, compiled for a mesh of one."""
-    return on_ranks(ALONE)[0]
+    return ranks_of(ALONE)[0]
 
 
 @dataclass(frozen=True)
@@ -114,10 +131,10 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=plans.name)
-def test_flops_and_saved_activations(alone: Work, plan: plans.Plan) -> None:
+def test_flops_and_saved_activations(alone: Work, ranks_of: OnRanks, plan: plans.Plan) -> None:
     extra = ulysses_copies(SPEC, plan)
     assert extra <= 0.06 * alone.saved_bytes / 4, "the named remainder is small"
-    check_divided(alone, on_ranks(plan), Share(4, extra))
+    check_divided(alone, ranks_of(plan), Share(4, extra))
 
 
 def test_beyond_the_kv_heads() -> None:
@@ -139,22 +156,22 @@ def test_the_single_process_is_the_original(alone: Work) -> None:
         assert alone.flops[kind] == expected
 
 
-def test_every_rank_computing_everything_is_noticed(alone: Work) -> None:
+def test_every_rank_computing_everything_is_noticed(alone: Work, ranks_of: OnRanks) -> None:
     """Positive control: right values, no division of work."""
     with pytest.raises(AssertionError, match="linear"):
         check_divided(alone, [alone] * 4, Share(4))
-    flops_only = [Work(on_ranks(plans.ring(4, "zigzag"))[0].flops, alone.saved)] * 4
+    flops_only = [Work(ranks_of(plans.ring(4, "zigzag"))[0].flops, alone.saved)] * 4
     with pytest.raises(AssertionError):
         check_divided(alone, flops_only, Share(4, 0.06 * alone.saved_bytes / 4))
 
 
 @pytest.mark.parametrize("layout", plans.LAYOUTS)
 @pytest.mark.parametrize("ulysses", [1, 2])
-def test_causal_balance(layout: str, ulysses: int) -> None:
+def test_causal_balance(ranks_of: OnRanks, layout: str, ulysses: int) -> None:
     """Busiest rank over the mean: zigzag exactly 1, the others by their formula."""
     ring = 4 // ulysses
     plan = plans.usp(ring, ulysses, layout) if ulysses > 1 else plans.ring(ring, layout)
-    ranks = on_ranks(plan)
+    ranks = ranks_of(plan)
     areas = causal_work(Causal(), SequenceLayout(layout, ring), LENGTH)
     for kind in ATTENTION:
         done = [work.flops[kind] for work in ranks]
