@@ -80,7 +80,8 @@ class Config:
 def load_text(config: Config) -> Tensor:
     """Bytes [N] of the standard library's modules, in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests"}
+    # encodings are tables, not text
+    left_out = {"site-packages", "dist-packages", "test", "tests", "encodings"}
     text = bytearray()
     for path in sorted(root.rglob("*.py")):
         if left_out.isdisjoint(path.relative_to(root).parts):

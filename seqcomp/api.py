@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from seqcomp.capture.facts import example_call
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.lowering.compiled import CompiledModule, ProgramCache, compiled_of
 from seqcomp.lowering.consensus import agree
@@ -89,6 +90,8 @@ def attach(
     previous = compiled_of(model)
     if previous is not None:
         previous.close()
+    if example_inputs is None and resolved.tensor_size > 1:
+        example_inputs = _derived_example(model, resolved)
     dump = os.environ.get("SEQCOMP_DUMP")
     compiled = Compiled(
         model, resolved, context,
@@ -104,6 +107,12 @@ def attach(
             compiled.close()
             raise
     return model
+
+
+def _derived_example(model: torch.nn.Module, resolved: ResolvedPlan) -> dict[str, Any]:
+    """Parameters are cut before an optimizer sees them, so a call is made up where possible."""
+    factor = resolved.layout_for(None, True).factor
+    return example_call(model, length=factor * max(2, 32 // factor))
 
 
 def of(model: torch.nn.Module) -> Compiled:

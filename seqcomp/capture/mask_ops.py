@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -78,8 +79,13 @@ def _fill(reader: MaskReader, node: Node) -> Value | None:
 def _same(reader: MaskReader, node: Node) -> Value | None:
     value = reader.value(node.args[0])
     new, old = node.meta["val"].dtype, node.args[0].meta["val"].dtype
-    if new == old or (not new.is_floating_point and torch.bool not in (new, old)):
+    if new == old:
         return value
+    if not new.is_floating_point and torch.bool not in (new, old):
+        whole = not isinstance(value, Choice) or all(
+            float(v).is_integer() for v in (value.yes, value.no)
+        )
+        return value if whole else None  # a fraction is cut off, an infinity undefined
     if isinstance(value, Truth) and new.is_floating_point:
         return Choice(value, 1.0, 0.0)
     if isinstance(value, Choice) and new.is_floating_point:
@@ -102,6 +108,7 @@ def _squeeze(reader: MaskReader, node: Node) -> Value | None:
     if dims is None:
         return None
     gone = {d % ndim for d in (dims if isinstance(dims, list | tuple) else [dims])}
+    gone = {d for d in gone if reader.capture.shape(node.args[0])[d] == 1}
     return map_coeffs(
         reader.value(node.args[0]),
         lambda c: tuple(x for i, x in enumerate(c) if i not in gone),
@@ -163,6 +170,8 @@ def _index(reader: MaskReader, node: Node) -> Value | None:
     forms = [reader.aligned(reader.value(i), i, node) for i in indices]
     if any(not isinstance(f, Affine) for f in forms):
         return None
+    if any(not f.const.is_nonnegative or min(f.coeffs, default=0) < 0 for f in forms):
+        return None  # a negative index counts from the end
     ndim = node.meta["val"].ndim
 
     def compose(outer: Affine) -> Affine:
@@ -227,6 +236,8 @@ def _sum(reader: MaskReader, node: Node, sign: int) -> Value | None:
 
 
 def _rsub(reader: MaskReader, node: Node) -> Value | None:
+    if argument(node, 2, "alpha", 1) != 1:
+        return None
     left, right = reader.operand(node, 0), reader.operand(node, 1)
     if isinstance(left, Affine) and isinstance(right, Affine):
         return combine(right, left, -1)
@@ -272,9 +283,12 @@ def _not(reader: MaskReader, node: Node) -> Value | None:
 
 def _compare(reader: MaskReader, node: Node) -> Value | None:
     left, right = reader.operand(node, 0), reader.operand(node, 1)
+    name = op_name(node).removeprefix("aten.").strip("_")
+    if isinstance(left, Choice) and isinstance(right, Choice) and right.yes == right.no:
+        yes, no = (getattr(operator, name)(v, right.yes) for v in (left.yes, left.no))
+        return nonzero(Choice(left.condition, float(yes), float(no)))
     if not isinstance(left, Affine) or not isinstance(right, Affine):
         return None
-    name = op_name(node).removeprefix("aten.").strip("_")
     difference = combine(left, right, -1)
     if name in ("eq", "ne"):
         if any(difference.coeffs) or not difference.const.is_Integer:
@@ -313,11 +327,13 @@ def _masked_fill(reader: MaskReader, node: Node) -> Value | None:
 
 
 def _triangle(reader: MaskReader, node: Node) -> Value | None:
-    diagonal = argument(node, 1, "diagonal", 0)
+    diagonal = reader.size(argument(node, 1, "diagonal", 0))
+    if diagonal is None:
+        return None
     value, ndim = reader.value(node.args[0]), node.meta["val"].ndim
-    keep = Affine((*(0,) * (ndim - 2), 1, -1), sympy.Integer(diagonal))
+    keep = Affine((*(0,) * (ndim - 2), 1, -1), diagonal)
     if op_name(node).startswith("aten.triu"):
-        keep = replace(scale(keep, -1), const=sympy.Integer(-diagonal))
+        keep = scale(keep, -1)
     kept = Truth(frozenset({AtLeastZero(keep)}))
     if isinstance(value, Truth):
         return Truth(value.terms | kept.terms, value.never)

@@ -8,7 +8,7 @@ what comes out is a proof, not a sample. What cannot be read so is `None`, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -30,6 +30,9 @@ from seqcomp.capture.mask_values import (
 from seqcomp.capture.sizes import expression
 from seqcomp.layout.masks import Causal, Full, Mask
 
+# Positions of any real length are exact in these; others round or wrap around.
+_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
+
 
 class MaskReader:
     """Reads masks of one capture; results are shared between layers."""
@@ -42,19 +45,24 @@ class MaskReader:
     def read(self, node: Node) -> Mask | None:
         """The mask of an attention's `attn_mask` argument, or None when it has no such reading."""
         value = self.value(node)
-        ndim = node.meta["val"].ndim
+        hidden = -math.inf
         if isinstance(value, Choice):
-            if value.yes == 0.0 and _is_minus_infinity(value.no, node):
-                value = value.condition
+            if value.yes == value.no == 0.0:
+                value = Truth()
+            elif value.yes == 0.0 and _is_minus_infinity(value.no, node):
+                value, hidden = value.condition, value.no
             elif value.no == 0.0 and _is_minus_infinity(value.yes, node):
-                value = negate(value.condition)
+                value, hidden = negate(value.condition), value.yes
             else:
                 return None
         if isinstance(value, Affine) and node.meta["val"].is_floating_point():
             return Full() if not any(value.coeffs) and value.const == 0 else None
         if not isinstance(value, Truth) or value.never:
             return None
-        return _as_mask(value, ndim)
+        mask = _as_mask(value, self.capture.shape(node))
+        # A row that hides every key: -inf gives 0, a finite number the mean over all keys.
+        empty_rows = isinstance(mask, Causal) and mask.offset < 0
+        return None if empty_rows and hidden != -math.inf else mask
 
     def value(self, node: Any) -> Value | None:
         if not isinstance(node, Node):
@@ -71,7 +79,9 @@ class MaskReader:
             return self._read_constant(node)
         name = op_name(node).removeprefix("aten.").strip("_")
         handler = HANDLERS.get(name)
-        return handler(self, node) if handler else None
+        value = handler(self, node) if handler else None
+        exact = not isinstance(value, Affine) or node.meta["val"].dtype in _EXACT
+        return value if exact else None
 
     def size(self, item: Any) -> sympy.Expr | None:
         if isinstance(item, Node):
@@ -99,7 +109,8 @@ class MaskReader:
         if torch.equal(square.to(torch.bool), ones.tril()) and (
             square.dtype == torch.bool or bool(((square == 0) | (square == 1)).all())
         ):
-            return Truth(frozenset({lower})) if square.dtype == torch.bool else None
+            truth = Truth(frozenset({lower}))
+            return truth if square.dtype == torch.bool else Choice(truth, 1.0, 0.0)
         if tensor.is_floating_point() and bool((square[ones.tril()] == 0).all()):
             upper = square[~ones.tril()]
             if upper.numel() and bool((upper == upper[0]).all()):
@@ -147,11 +158,17 @@ def _is_minus_infinity(number: float, node: Node) -> bool:
     return number == -math.inf or number <= torch.finfo(node.meta["val"].dtype).min / 2
 
 
-def _as_mask(value: Truth, ndim: int) -> Mask | None:
+def _as_mask(value: Truth, shape: Sequence[sympy.Expr]) -> Mask | None:
     offsets = []
     for term in value.terms:
-        lead, (q, k) = term.form.coeffs[: ndim - 2], term.form.coeffs[ndim - 2 :]
-        if any(lead) or (q, k) != (1, -1) or not term.form.const.is_Integer:
+        # A dim of size 1 is read at index 0 only; a mask of fewer dims is the same for all rows.
+        own = [0 if s == 1 else c for c, s in zip(term.form.coeffs, shape, strict=True)]
+        coeffs, const = [0] * (2 - len(own)) + own, term.form.const
+        if not const.is_Integer:
             return None
-        offsets.append(int(term.form.const))
+        if not any(coeffs) and const >= 0:
+            continue
+        if any(coeffs[:-2]) or coeffs[-2:] != [1, -1]:
+            return None
+        offsets.append(int(const))
     return Causal(min(offsets)) if offsets else Full()

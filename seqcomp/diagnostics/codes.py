@@ -112,6 +112,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Ring and ulysses act at attention only; everything else is sharded by tokens."),
     ("SC210", "error", "the plan puts two placements on one parameter",
      "Tied modules share one parameter, so they share its placement."),
+    ("SC211", "error", "calls need different cuts of the same weights",
+     "megatron_sp cuts parameters once, as the first captured call uses them."),
     # --- capture --------------------------------------------------------------------------
     ("SC301", "error", "the model cannot be captured",
      "torch.export could not turn the model's forward into one graph."),
@@ -146,6 +148,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "The degree exceeds the KV heads: each is sent to several ranks."),
     ("SC404", "warning", "a full output is larger than 1 GiB",
      "Ask for `outputs: {name: sharded}` or `drop` if the whole value is not needed."),
+    ("SC405", "note", "a weight is not cut by megatron_sp",
+     "It has no column- or row-parallel partner: it stays whole, its work is cut by tokens."),
     # --- calls and ranks ------------------------------------------------------------------
     ("SC501", "error", "an argument is missing", "The model's forward requires it."),
     ("SC502", "error", "an unknown argument", "The model's forward does not take it."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -21,6 +22,7 @@ from seqcomp.capture.facts import makes_cache
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
 from seqcomp.lowering.consensus import Consensus
+from seqcomp.lowering.parameters import CutParameters
 from seqcomp.lowering.program import (
     Program,
     install,
@@ -78,6 +80,8 @@ class CompiledModule:
         self._stateless = makes_cache(module)
         self._where = type(module).__name__
         self._closed = False
+        tensor = self._mesh.tensor
+        self._cut = CutParameters(module, context, tensor) if tensor else None
         vars(module)[_SLOT] = self
         replace_forward(module, _forward)
         axes = tuple(self._mesh.degrees)
@@ -169,6 +173,8 @@ class CompiledModule:
         self._closed = True
         uninstall(self._module)
         restore_forward(self._module)
+        if self._cut is not None:
+            self._cut.restore()
         vars(self._module).pop(_SLOT, None)
         self._programs.clear()
         self._context.close()
@@ -273,7 +279,7 @@ class CompiledModule:
         program: Program | None = None
         failure: PlanError | None = None
         try:
-            with original_forwards(self._module, _forward):
+            with original_forwards(self._module, _forward), self._parameters():
                 program = self._cache.get(
                     (variant, sizes, self._resolved.plan),
                     lambda name: build_program(
@@ -285,12 +291,16 @@ class CompiledModule:
             failure = error
         except Exception as error:
             failure = _internal(error, self._where)
+        if program is not None and failure is None:
+            failure = self._other_cuts(program)
         self._consensus.on_compile(
             failure,
             {"program": fingerprint(program), "weights": self._weights()} if program else {},
         )
         assert program is not None
         self._context.prepare(program.groups())
+        if self._cut is not None and self._cut.cuts is None:
+            self._cut.apply(program.cuts)
         run = install(program, self._module, self._binding(program))
         self._programs[(program.name, variant)] = (program, run)
         if len(self._programs) > _MAX_PROGRAMS:
@@ -298,6 +308,26 @@ class CompiledModule:
         for finding in program.findings:
             logger.info("%s", finding)
         return program, run
+
+    def _other_cuts(self, program: Program) -> PlanError | None:
+        """Parameters are cut once: a later call must find the same pairs."""
+        if self._cut is None or self._cut.cuts is None or self._cut.cuts == program.cuts:
+            return None
+        changed = set(self._cut.cuts.items()) ^ set(program.cuts.items())
+        return PlanError(
+            [
+                diagnostic(
+                    "SC211",
+                    where=self._where,
+                    found=f"other weights to cut in this call: {sorted(n for n, _ in changed)}",
+                    legal="calls that use the cut weights alike",
+                    help="pass example_inputs that are like the calls of the training step",
+                )
+            ]
+        )
+
+    def _parameters(self) -> contextlib.AbstractContextManager[None]:
+        return self._cut.whole() if self._cut is not None else contextlib.nullcontext()
 
     def _binding(self, program: Program) -> ops.RankBinding:
         return ops.RankBinding(
@@ -311,6 +341,8 @@ class CompiledModule:
     def _weights(self) -> str:
         """A digest of samples of every parameter: equal weights give equal digests."""
         digest = hashlib.sha256()
+        if self._cut is not None and self._cut.cuts is not None:
+            return ""  # compared when they were whole
         for name, parameter in self._module.named_parameters():
             if parameter.is_meta:
                 continue

@@ -13,9 +13,9 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from seqcomp.capture.edit import is_tensor, op_name
+from seqcomp.capture.kinds import is_pointwise
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import Graph, LoweringContext
-from seqcomp.placement.pointwise import is_pointwise
 
 
 def hoist_shards_pass(graph: Graph, context: LoweringContext) -> Graph:

@@ -6,6 +6,7 @@ only once bound. Each counts its bytes under the module path in `label`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from seqcomp.layout.masks import Mask
 from seqcomp.layout.sequence import SequenceLayout
-from seqcomp.runtime import collectives
+from seqcomp.runtime import collectives, tensor_parallel
 from seqcomp.runtime.attention import AttentionPlan, Transport, attention
 from seqcomp.runtime.collectives import Cotangent
 from seqcomp.runtime.comm import RankContext
+from seqcomp.runtime.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,13 @@ class RankBinding:
     def layout_over(self, axes: tuple[str, ...]) -> SequenceLayout | None:
         """The layout in which these axes deal out tokens; None is the plain even split.
 
-        The innermost axes cut what their outer ranks hold into even pieces.
+        The inner axes cut what a ring rank holds into even pieces, so that the outer ones alone
+        hold the concatenation of those pieces, in the same layout.
         """
-        return self.layout if axes and axes == self.sequence else None
+        if not axes or axes != self.sequence[: len(axes)] or axes[0] != self.ring_axis:
+            return None
+        inner = math.prod(self.context.sizes[a] for a in axes[1:])
+        return SequenceLayout(self.layout.kind, self.layout.ring, inner)
 
 
 class Op(ABC):
@@ -110,6 +117,23 @@ class AllReduce(Op):
 
 
 @dataclass(frozen=True)
+class ReduceScatter(Op):
+    """Partial over axes -> Shard(dim)."""
+
+    dim: int
+    axes: tuple[str, ...]
+    label: str = ""
+    __name__ = "reduce_scatter"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm, layout = rank.context.comm(self.axes), rank.layout_over(self.axes)
+        return lambda x: collectives.reduce_scatter(x, self.dim, comm, layout, label=self.label)
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
 class OwnCotangent(Op):
     """Identity at a module's output: a replicated cotangent becomes partial over axes."""
 
@@ -136,6 +160,7 @@ class SumGradient(Op):
         comm = rank.context.comm(self.axes)
 
         def sum_gradient(x: Tensor) -> Tensor:
+            x = local_part(x)
             if not (x.requires_grad and torch.is_grad_enabled()):
                 return x
             return collectives.sum_gradient(x, comm, label=self.label)
@@ -167,6 +192,115 @@ class Attention(Op):
             return attention(q, k, v, plan, ring=ring, ulysses=ulysses, label=self.label)
 
         return sharded_attention
+
+
+@dataclass(frozen=True)
+class LocalPart(Op):
+    """This rank's part of a parameter that nothing else sums over."""
+
+    __name__ = "local_part"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        return local_part
+
+
+def local_part(x: Tensor) -> Tensor:
+    """A DTensor's local tensor, with its gradient; any other tensor as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@dataclass(frozen=True)
+class Remember(Op):
+    """Shard -> the promise to gather it again in backward, for `uses` linears."""
+
+    dim: int
+    axes: tuple[str, ...]
+    uses: int
+    label: str = ""
+    __name__ = "remember"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm, layout = rank.context.comm(self.axes), rank.layout_over(self.axes)
+
+        def remember(x: Tensor) -> tensor_parallel.Regathered:
+            tokens = Tokens(x, self.dim, comm, layout, self.label, local=True)
+            return tensor_parallel.Regathered(tokens, self.uses)
+
+        return remember
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
+class ColumnLinear(Op):
+    """Column-parallel linear of a gathered value; saves the shard it was gathered from."""
+
+    __name__ = "column_linear"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        return tensor_parallel.column_linear
+
+
+@dataclass(frozen=True)
+class VocabularyEmbedding(Op):
+    """Embedding rows cut over axes; the result is partial."""
+
+    axes: tuple[str, ...]
+    padding_idx: int
+    __name__ = "vocabulary_embedding"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm = rank.context.comm(self.axes)
+        return lambda weight, index: tensor_parallel.vocabulary_embedding(
+            weight, index, self.padding_idx, comm
+        )
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
+class VocabularyLoss(Op):
+    """Cross-entropy of logits whose classes are cut over axes."""
+
+    axes: tuple[str, ...]
+    classes: int
+    ignore_index: int
+    reduce: bool
+    label: str
+    __name__ = "vocabulary_loss"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm = rank.context.comm(self.axes)
+        return lambda logits, target: tensor_parallel.vocabulary_cross_entropy(
+            logits,
+            target,
+            comm,
+            classes=self.classes,
+            ignore_index=self.ignore_index,
+            reduce=self.reduce,
+            label=self.label,
+        )
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
+class OwnHeads(Op):
+    """The one KV head that this rank's query heads use."""
+
+    axes: tuple[str, ...]
+    heads: int
+    __name__ = "own_heads"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm = rank.context.comm(self.axes)
+        return lambda x: tensor_parallel.own_heads(x, self.heads, comm)
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,11 +57,10 @@ def _finish(
         touched |= set(spec.partial)
     cut = [i for i in range(len(spec.dims)) if set(spec.axes_of(i)) & set(sequence)]
     if cut and mode == "full":
-        (index,) = cut
-        axes = spec.axes_of(index)
-        if len(spec.dims[index]) > 1:
+        if any(len(spec.dims[index]) > 1 for index in cut):
             return _whole_flat(graph, context, name, leaf, spec, output)
-        value = call(ops.Gather(index, axes, "replicated", name), value)
+        for index in cut:
+            value = call(ops.Gather(index, spec.axes_of(index), "replicated", name), value)
         _report_large(context, name, leaf)
     alike = tuple(a for a in context.mesh.degrees if a not in touched)
     if alike and differentiable and leaf.op != "placeholder":

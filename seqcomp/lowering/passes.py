@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import is_tensor, op_name
+from seqcomp.capture.edit import argument, is_tensor, module_path, op_name
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, SizeEmitter, evaluate
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import Graph, LoweringContext, Pass
@@ -115,6 +115,7 @@ def redistribute_pass(graph: Graph, context: LoweringContext) -> Graph:
             if isinstance(have, Spec) and have != want:
                 node.replace_input_with(operand, made.get(operand, have, want, node))
         _LOCAL_FORMS[decision.form](graph, node, decision, made, context)
+    made.count_promises()
     return graph
 
 
@@ -161,10 +162,60 @@ def _mean(
 def _attention(
     graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
 ) -> None:
+    _heads(graph, node, decision, made, context)
     info = node.meta["attention"]
     transport = context.transports[info.where]
     node.target = ops.Attention(info.mask, info.scale, transport, info.where)
     node.args = node.args[:3]
+
+
+def _heads(
+    graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
+) -> None:
+    """Attention over heads cut by the tensor axis; of too few KV heads each rank takes its own."""
+    if not decision.attributes["sliced"]:
+        return
+    info = node.meta["attention"]
+    op = ops.OwnHeads(decision.attributes["by_head"], info.kv_heads)
+    for operand in dict.fromkeys(node.args[1:3]):
+        with graph.inserting_before(node):
+            own = graph.call_function(op, (operand,))
+        own.meta.update(operand.meta)
+        node.replace_input_with(operand, own)
+
+
+def _column(
+    graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
+) -> None:
+    """A linear of gathered tokens saves the shard and gathers it again in backward."""
+    x = node.args[0]
+    if not isinstance(x.target, ops.Gather) or not context.grad:
+        return
+    bias = node.args[2] if len(node.args) > 2 else None
+    node.target = ops.ColumnLinear()
+    node.args = (x, x.args[0], node.args[1], bias, made.remembered(x))
+
+
+def _vocabulary(
+    graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
+) -> None:
+    axis = context.mesh.tensor
+    assert axis is not None
+    node.target = ops.VocabularyEmbedding((axis,), argument(node, 2, "padding_idx", -1))
+    node.args, node.kwargs = node.args[:2], {}
+
+
+def _vocabulary_loss(
+    graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
+) -> None:
+    node.target = ops.VocabularyLoss(
+        axes=decision.attributes["axes"],
+        classes=decision.attributes["classes"],
+        ignore_index=argument(node, 4, "ignore_index", -100),
+        reduce=argument(node, 3, "reduction", 1) == 2,
+        label=module_path(node) or "loss",
+    )
+    node.args, node.kwargs = node.args[:2], {}
 
 
 def _unchanged(
@@ -178,38 +229,45 @@ _LOCAL_FORMS = {
     "mean": _mean,
     "attention": _attention,
     "create": _unchanged,
+    "heads": _heads,
+    "column": _column,
+    "vocabulary": _vocabulary,
+    "vocabulary_loss": _vocabulary_loss,
 }
 
 
 def sum_gradients_pass(graph: Graph, context: LoweringContext) -> Graph:
     """Parameters and inputs are replicated from outside: their cotangents are summed, once a use.
 
-    Parameters over every axis; an input over the axes that do not cut it.
+    Over the axes that do not cut them. Frozen parameters are included: whether a gradient is
+    wanted is asked at run time, so that they can be unfrozen later.
     """
-    if not context.grad:
+    if not context.grad and context.mesh.tensor is None:
         return graph
     everywhere = tuple(context.mesh.degrees)
     capture = context.capture
     assert context.placement is not None
     order = {n: i for i, n in enumerate(graph.nodes)}
     for node in [n for n in graph.nodes if n.op == "placeholder"]:
-        if not is_tensor(node) or not node.meta["val"].requires_grad:
+        if not is_tensor(node) or not node.meta["val"].is_floating_point():
             continue
         if node.name in capture.parameters:
-            axes, label = everywhere, capture.state[node.name]
-        elif node.name in capture.inputs:
-            spec = context.placement.native[node]
-            assert isinstance(spec, Spec)
-            axes = tuple(a for a in everywhere if a not in spec.axes)
+            label = capture.state[node.name]
+        elif node.name in capture.inputs and node.meta["val"].requires_grad:
             label = node.name
         else:
             continue
+        spec = context.placement.native[node]
+        assert isinstance(spec, Spec)
+        axes = tuple(a for a in everywhere if a not in spec.axes)
         if axes:
             _sum_per_scope(graph, node, ops.SumGradient(axes, label), order)
+        elif node.name in capture.parameters and context.mesh.tensor is not None:
+            _sum_per_scope(graph, node, ops.LocalPart(), order)
     return graph
 
 
-def _sum_per_scope(graph: Graph, node: Node, op: ops.SumGradient, order: dict[Node, int]) -> None:
+def _sum_per_scope(graph: Graph, node: Node, op: ops.Op, order: dict[Node, int]) -> None:
     made: dict[str, Node] = {}
     for user in sorted(node.users, key=order.__getitem__):
         if user.op == "output":

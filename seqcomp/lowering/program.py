@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from seqcomp.capture.recognise import AttentionInfo
 from seqcomp.diagnostics import Diagnostic
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.lowering import ops
+from seqcomp.lowering.parameters import Cut
 from seqcomp.lowering.scopes import Piece
 from seqcomp.plan.facts import ModelFacts
 
@@ -37,6 +38,7 @@ class Program:
     findings: tuple[Diagnostic, ...]
     layout: SequenceLayout
     facts: ModelFacts
+    cuts: Mapping[str, Cut]
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Joint groups that the program talks to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -35,6 +36,7 @@ class Redistributor:
         self._mesh = mesh
         self._sizes = sizes
         self._made: dict[tuple[Node, Spec], Node] = {}
+        self._promises: dict[Node, Node] = {}
 
     def get(self, node: Node, have: Spec, want: Spec, before: Node) -> Node:
         """`node` (placed as `have`) as `want`, computed before `before`."""
@@ -50,7 +52,12 @@ class Redistributor:
         label = module_path(before)
         value = node
         sum_axes = tuple(a for a in have.partial if a not in want.partial)
-        if sum_axes:
+        target = self._scatter_dim(have, want, sum_axes)
+        if target is not None:
+            op: ops.Op = ops.ReduceScatter(target, sum_axes, label)
+            value = self.call(op, (value,), before, scope, node)
+            have = have.with_dim(target, want.dims[target])
+        elif sum_axes:
             value = self.call(
                 ops.AllReduce(sum_axes, "partial", label), (value,), before, scope, node
             )
@@ -58,6 +65,14 @@ class Redistributor:
             if old != new:
                 value = self._reshard_dim(value, index, old, new, want, before, scope, label)
         return value
+
+    @staticmethod
+    def _scatter_dim(have: Spec, want: Spec, axes: tuple[str, ...]) -> int | None:
+        """The dim that the summed axes cut afterwards, where one reduce-scatter does both."""
+        for index, (old, new) in enumerate(zip(have.dims, want.dims, strict=True)):
+            if len(old) == len(new) == 1 and axes and new[0].axes == (*old[0].axes, *axes):
+                return index
+        return None
 
     def _reshard_dim(
         self,
@@ -85,7 +100,7 @@ class Redistributor:
             at = index + offset
             if gone:
                 assert have[-len(gone) :] == gone, f"{gone} of {have} gathered"
-                op: ops.Op = ops.Gather(at, gone, self._cotangent, label)
+                op = ops.Gather(at, gone, self._cotangent, label)
                 value = self.call(op, (value,), before, scope, source)
             if fresh:
                 value = self.call(ops.Shard(at, fresh), (value,), before, scope, source)
@@ -93,6 +108,25 @@ class Redistributor:
             last = index + len(steps) - 1
             value = self.call(aten.flatten.using_ints, (value, index, last), before, scope, source)
         return value
+
+    def remembered(self, gathered: Node) -> Node:
+        """The promise to gather `gathered` again, shared by all linears that use it."""
+        if gathered not in self._promises:
+            op = gathered.target
+            assert isinstance(op, ops.Gather)
+            with self._graph.inserting_after(gathered):
+                node = self._graph.call_function(
+                    ops.Remember(op.dim, op.axes, 0, op.label), gathered.args
+                )
+            node.meta["nn_module_stack"] = dict(gathered.meta["nn_module_stack"])
+            self._promises[gathered] = node
+        return self._promises[gathered]
+
+    def count_promises(self) -> None:
+        """Tells each promise how many linears will ask for it, once all of them are known."""
+        for node in self._promises.values():
+            assert isinstance(node.target, ops.Remember)
+            node.target = replace(node.target, uses=len(node.users))
 
     def _local(self, size: Size, axes: Iterable[str], before: Node) -> Any:
         total = self._sizes.emit(size, before)

@@ -19,6 +19,7 @@ from seqcomp.capture.recognise import recognise_attention
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import LoweringContext, run_passes
+from seqcomp.lowering.parameters import Cut
 from seqcomp.lowering.passes import PASSES
 from seqcomp.lowering.program import Program
 from seqcomp.lowering.scopes import ScopeBuilder
@@ -53,6 +54,7 @@ def mesh_view(resolved: ResolvedPlan) -> MeshView:
         degrees=degrees,
         sequence=tuple(a for a in resolved.sequence_axes if a in degrees),
         batch=tuple(a for a in resolved.batch_axes if a in degrees),
+        tensor=resolved.tensor_axis if resolved.tensor_axis in degrees else None,
     )
 
 
@@ -190,7 +192,22 @@ def build_program(
         findings=tuple(dict.fromkeys(context.findings)),
         layout=layout,
         facts=facts,
+        cuts=_cuts(context),
     )
+
+
+def _cuts(context: LoweringContext) -> dict[str, Cut]:
+    """Parameters that the tensor axis divides, by name."""
+    placement, axis = context.placement, context.mesh.tensor
+    assert placement is not None
+    if axis is None or placement.tensor is None:
+        return {}
+    return {
+        context.capture.state[node.name]: Cut(
+            next(i for i in range(len(spec.dims)) if axis in spec.axes_of(i)), axis
+        )
+        for node, spec in placement.tensor.specs.items()
+    }
 
 
 def _mode(resolved: ResolvedPlan, name: str) -> str:

@@ -17,12 +17,14 @@ from torch.fx import Node
 from seqcomp.capture.call import BATCH
 from seqcomp.capture.edit import is_tensor, op_name, place_of
 from seqcomp.capture.export import Capture
+from seqcomp.capture.kinds import VIEWS, is_pointwise
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, evaluate
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.placement.contract import CONTRACT_RULES
 from seqcomp.placement.dimwise import DIMWISE_RULES
+from seqcomp.placement.megatron import TensorPlan, plan_tensor_axis, split_row_biases
 from seqcomp.placement.oracle import Oracle
-from seqcomp.placement.pointwise import is_pointwise, pointwise_rule
+from seqcomp.placement.pointwise import pointwise_rule
 from seqcomp.placement.rule import (
     Decision,
     Env,
@@ -44,18 +46,26 @@ class Placement:
     native: dict[Node, Spec | tuple[Spec, ...]]
     findings: list[Diagnostic]
     oracle_queries: int
+    tensor: TensorPlan | None = None
 
 
 def assign(capture: Capture, mesh: MeshView) -> Placement:
     """Places every value. Raises PlanError for operations that cannot be placed at all."""
-    env = Env(capture, mesh, {})
+    tensor = None
+    if mesh.tensor is not None:
+        tensor = plan_tensor_axis(capture, mesh.tensor, mesh.degrees[mesh.tensor])
+    env = Env(capture, mesh, {}, tensor=tensor)
+    if tensor is not None:
+        split_row_biases(capture, tensor)
+        env.findings.extend(tensor.findings)
     oracle = Oracle(mesh.degrees, capture.hints)
     decisions: dict[Node, Decision] = {}
     weights = _weight_like(capture)
     for node in capture.graph.nodes:
         if node.op == "placeholder":
             if is_tensor(node):
-                env.native[node] = _input_spec(node, capture, mesh)
+                cut = tensor.specs.get(node) if tensor else None
+                env.native[node] = cut or _input_spec(node, capture, mesh)
         elif node.op == "call_function" and _is_tensor_op(node):
             if node.target is operator.getitem:
                 source = env.native[node.args[0]]
@@ -67,7 +77,7 @@ def assign(capture: Capture, mesh: MeshView) -> Placement:
                 env.findings.extend(_gather_finding(node, decision, env))
             decisions[node] = decision
             env.native[node] = decision.out
-    return Placement(decisions, env.native, env.findings, oracle.queries)
+    return Placement(decisions, env.native, env.findings, oracle.queries, tensor)
 
 
 def _is_tensor_op(node: Node) -> bool:
@@ -123,9 +133,13 @@ def _input_spec(node: Node, capture: Capture, mesh: MeshView) -> Spec:
 
 
 def _decide(node: Node, env: Env, oracle: Oracle, weights: set[Node]) -> Decision:
-    env.preferred = {}
+    env.preferred = {
+        n: env.scattered(env.native[n])
+        for n in tensor_args(node)
+        if isinstance(env.native[n], Spec) and not (is_pointwise(node) or op_name(node) in VIEWS)
+    }
     if _starts_sharding(node, weights):
-        env.preferred = {
+        env.preferred |= {
             n: _with_tokens(env.spec(n), env)
             for n in tensor_args(node)
             if n not in weights and isinstance(env.native[n], Spec)

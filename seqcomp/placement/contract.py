@@ -17,12 +17,43 @@ def linear_rule(node: Node, env: Env) -> Decision:
     bias = argument(node, 2, "bias")
     spec = env.spec(x)
     last = len(spec.dims) - 1
-    want = unsharded(spec, [last])
-    out = Spec((*want.dims[:-1], whole(env.shape(node)[-1])))
-    wants = {x: want, weight: _whole(weight, env)}
+    role, axis = env.role(node), env.mesh.tensor
+    wants = {weight: _own(weight, env)}
     if is_tensor(bias):
-        wants[bias] = _whole(bias, env)
-    return Decision(wants, out, gathered=_reason(spec, want, "the features of a linear"))
+        wants[bias] = _own(bias, env)
+    if role == "row" and axis is not None:
+        assert bias is None, "the bias of a row-parallel linear is added after the sum"
+        tokens = summed(spec.without(axis_of_tokens(spec, axis, last)))
+        # [H over the axis, d] seen as one dim is the same cut as [H * d over the axis].
+        own = spec.dims[last]
+        same = own[0].axes == (axis,) if own else False
+        want = tokens.with_dim(last, own if same else wants[weight].dims[1])
+        return Decision(
+            {x: want, **wants}, Spec((*want.dims[:-1], whole(env.shape(node)[-1])), (axis,))
+        )
+    want = unsharded(spec, [last])
+    if role is not None and axis is not None:
+        want = want.without([axis])
+        features = wants[weight].dims[0]
+        return Decision({x: want, **wants}, Spec((*want.dims[:-1], features)), form="column")
+    want = env.inner_tokens(want)
+    out = Spec((*want.dims[:-1], whole(env.shape(node)[-1])))
+    lost = _reason(spec, want, "the features of a linear")
+    return Decision({x: want, **wants}, out, gathered=lost)
+
+
+def axis_of_tokens(spec: Spec, axis: str, features: int) -> tuple[str, ...]:
+    """The tensor axis where it cuts anything but the features."""
+    return (axis,) if any(axis in spec.axes_of(i) for i in range(features)) else ()
+
+
+def _own(node: Node, env: Env) -> Spec:
+    """A parameter stays where it lives: whole, or cut by Megatron-SP."""
+    native = env.native[node]
+    if env.tensor is not None and node in env.tensor.specs:
+        assert isinstance(native, Spec)
+        return native
+    return _whole(node, env)
 
 
 def _whole(node: Node, env: Env) -> Spec:
@@ -138,6 +169,11 @@ def embedding_rule(node: Node, env: Env) -> Decision:
     """weight [V, D] looked up by indices of any placement."""
     weight, index = node.args[:2]
     spec = summed(env.spec(index))
+    axis = env.mesh.tensor
+    if env.role(node) == "vocabulary" and axis is not None:
+        spec = spec.without([axis])
+        out = Spec((*spec.dims, whole(env.shape(node)[-1])), (axis,))
+        return Decision({weight: _own(weight, env), index: spec}, out, form="vocabulary")
     out = Spec((*spec.dims, whole(env.shape(node)[-1])))
     return Decision({weight: _whole(weight, env), index: spec}, out)
 

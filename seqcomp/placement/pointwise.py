@@ -4,42 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch.fx import Node
 
 from seqcomp.capture.edit import op_name
 from seqcomp.placement.rule import Decision, Env, align, summed, tensor_args
 from seqcomp.placement.spec import Spec
 
-# Element-wise in fact though not tagged so.
-_UNTAGGED = {
-    "aten.__and__", "aten.__or__", "aten.__xor__", "aten.to", "aten.type_as", "aten.contiguous",
-    "aten.clone", "aten.alias", "aten.detach", "aten.lift_fresh_copy", "aten.zeros_like",
-    "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.polar", "aten.complex",
-    "aten.real", "aten.imag", "aten.conj", "aten.dropout", "aten.where", "aten._conj",
-    "aten.mse_loss_none", "aten.nan_to_num", "aten.isclose", "aten.scalar_tensor",
-}  # fmt: skip
 # f(sum of parts) == sum of f(part)
 _LINEAR = {"aten.neg", "aten.clone", "aten.contiguous", "aten.alias", "aten.to", "aten.positive"}
-
-
-def is_pointwise(node: Node) -> bool:
-    target = node.target
-    return op_name(node) in _UNTAGGED or (
-        isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    )
 
 
 def pointwise_rule(node: Node, env: Env) -> Decision:
     operands = list(dict.fromkeys(tensor_args(node)))
     wants, dims = align(operands, env.shape(node), env)
-    kept = _stays_partial(node, wants)
+    kept = _stays_partial(node, wants, env)
+    if not kept and any(s.partial for s in wants.values()):
+        specs = {n: summed(env.scattered(env.spec(n))) for n in operands}
+        wants, dims = align(operands, env.shape(node), env, specs)
     axes = wants[kept[0]].partial if kept else ()
     wants = {n: s if n in kept else summed(s) for n, s in wants.items()}
     return Decision(wants, Spec(dims, axes))
 
 
-def _stays_partial(node: Node, wants: Mapping[Node, Spec]) -> tuple[Node, ...]:
+def _stays_partial(node: Node, wants: Mapping[Node, Spec], env: Env) -> tuple[Node, ...]:
     """The operands that may stay sums of parts, because the operation is linear in them.
 
     All others are summed first. The result is then partial over the same axes.
@@ -51,7 +38,8 @@ def _stays_partial(node: Node, wants: Mapping[Node, Spec]) -> tuple[Node, ...]:
     if name in _LINEAR and len(wants) == 1:
         return tuple(summands) if name != "aten.to" or _widens(node) else ()
     if name in ("aten.add", "aten.sub") and len(wants) == 2 == len(summands):
-        return tuple(summands) if len({wants[n].partial for n in summands}) == 1 else ()
+        same = len({wants[n].partial for n in summands}) == 1
+        return tuple(summands) if same and _may_delay(summands, wants, env) else ()
     if name == "aten.mul":
         keep = max(summands, key=lambda n: len(wants[n].partial))
     elif name == "aten.div" and node.args[0] in summands and not _rounds(node):
@@ -63,6 +51,17 @@ def _stays_partial(node: Node, wants: Mapping[Node, Spec]) -> tuple[Node, ...]:
         return ()  # x * x
     clash = any(set(wants[keep].partial) & set(s.axes) for s in others)
     return () if clash else (keep,)
+
+
+def _may_delay(summands: list[Node], wants: Mapping[Node, Spec], env: Env) -> bool:
+    """Over the tensor axis a sum waits only for another row-parallel result to join it.
+
+    A residual stream left as a sum would be whole on every tensor rank.
+    """
+    axis = env.mesh.tensor
+    if axis is None or all(axis not in wants[n].partial for n in summands):
+        return True
+    return all(env.role(n) == "row" for n in summands)
 
 
 def _rounds(node: Node) -> bool:

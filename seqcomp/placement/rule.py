@@ -13,6 +13,7 @@ from seqcomp.capture.edit import is_tensor
 from seqcomp.capture.export import Capture
 from seqcomp.capture.sizes import Size
 from seqcomp.diagnostics import Diagnostic
+from seqcomp.placement.megatron import TensorPlan
 from seqcomp.placement.spec import Dim, Factor, Spec, merged, replicated, whole
 
 
@@ -23,6 +24,7 @@ class MeshView:
     degrees: Mapping[str, int]
     sequence: tuple[str, ...]  # ring, ulysses, tensor order
     batch: tuple[str, ...]
+    tensor: str | None = None  # the innermost sequence axis, of megatron_sp
 
     def degree(self, axes: Iterable[str]) -> int:
         total = 1
@@ -40,6 +42,7 @@ class Env:
     native: dict[Node, Spec | tuple[Spec, ...]]
     preferred: dict[Node, Spec] = field(default_factory=dict)
     findings: list[Diagnostic] = field(default_factory=list)
+    tensor: TensorPlan | None = None
 
     def shape(self, node: Node) -> tuple[Size, ...]:
         return self.capture.shape(node)
@@ -54,7 +57,33 @@ class Env:
 
     def even_degrees(self) -> dict[str, int]:
         """Axes that deal out dims in contiguous pieces (never the sequence's permuted ones)."""
-        return {a: n for a, n in self.mesh.degrees.items() if a not in self.mesh.sequence}
+        permuted = set(self.mesh.sequence) - {self.mesh.tensor}
+        return {a: n for a, n in self.mesh.degrees.items() if a not in permuted}
+
+    def role(self, node: Node) -> str | None:
+        """What Megatron-SP makes of a linear or an embedding."""
+        return self.tensor.roles.get(node) if self.tensor else None
+
+    def inner_tokens(self, spec: Spec) -> Spec:
+        """Tokens that the outer sequence axes cut, cut over the tensor axis too if it is free."""
+        axis = self.mesh.tensor
+        if axis is None or axis in spec.axes or axis in spec.partial:
+            return spec
+        return self.scattered(replace(spec, partial=(*spec.partial, axis)), fallback=spec)
+
+    def scattered(self, spec: Spec, fallback: Spec | None = None) -> Spec:
+        """A sum over the tensor axis with its summands dealt out by tokens (reduce-scatter)."""
+        axis = self.mesh.tensor
+        if axis is None or axis not in spec.partial:
+            return spec
+        outer = tuple(a for a in self.mesh.sequence if a != axis)
+        for index, dim in enumerate(spec.dims):
+            for at, factor in enumerate(dim):
+                if factor.size == self.capture.length and factor.axes == outer:
+                    cut = (*dim[:at], Factor(factor.size, (*outer, axis)), *dim[at + 1 :])
+                    partial = tuple(a for a in spec.partial if a != axis)
+                    return replace(spec.with_dim(index, cut), partial=partial)
+        return fallback or spec
 
 
 @dataclass(frozen=True)
@@ -103,13 +132,17 @@ def outputs_of(node: Node, env: Env) -> list[tuple[Size, ...]]:
 
 
 def align(
-    nodes: Sequence[Node], shape: Sequence[Size], env: Env
+    nodes: Sequence[Node],
+    shape: Sequence[Size],
+    env: Env,
+    specs: Mapping[Node, Spec] | None = None,
 ) -> tuple[dict[Node, Spec], tuple[Dim, ...]]:
     """Placements with which operands broadcast to `shape` element by element.
 
     Where one operand is sharded and another is not, the other is cut to match. An axis serves
     one dim only: the first dim that uses it keeps it.
     """
+    given = specs if specs is not None else {n: env.spec(n) for n in nodes}
     used: set[str] = set()
     targets: list[Dim] = []
     for index, size in enumerate(shape):
@@ -118,7 +151,7 @@ def align(
             own = env.shape(node)
             at = index - (len(shape) - len(own))
             if at >= 0 and own[at] == size and size != 1:
-                candidates.append(env.spec(node).dims[at])
+                candidates.append(given[node].dims[at])
         chosen = max(candidates, key=lambda d: (_free_axes(d, used), len(d)), default=whole(size))
         chosen = _strip(chosen, used)
         used |= {a for f in chosen for a in f.axes}
@@ -131,7 +164,7 @@ def align(
             targets[i + offset] if size == shape[i + offset] and size != 1 else whole(size)
             for i, size in enumerate(own)
         )
-        wants[node] = Spec(dims, env.spec(node).partial)
+        wants[node] = Spec(dims, given[node].partial)
     return wants, tuple(targets)
 
 

@@ -22,21 +22,30 @@ def attention_rule(node: Node, env: Env) -> Decision:
     info: AttentionInfo = node.meta["attention"]
     q, k, v, mask = node.args[:4]
     shape = env.shape(node)
-    tokens = _token_axes(env, q, k, v)
+    tokens = _token_axes(env, q)
     batch = _batch_dim(env, (q, k, v))
     length = env.shape(q)[2]
+    by_head, tokens = _head_axes(env, info, tokens)
+
+    def heads_of(item: Node) -> Dim:
+        count = env.shape(item)[1]
+        cut = by_head and int(count) % env.mesh.degree(by_head) == 0
+        return (Factor(count, by_head),) if cut else whole(count)
 
     def placed(item: Node, axes: tuple[str, ...]) -> Spec:
         own = env.shape(item)
         rows: Dim = (Factor(own[2], axes),) if axes else whole(own[2])
-        return Spec((batch, whole(own[1]), rows, whole(own[3])))
+        return Spec((batch, heads_of(item), rows, whole(own[3])))
 
+    sliced = bool(by_head) and not any(f.axes for f in heads_of(k))
+    attributes = {"tokens": tokens, "sliced": sliced, "by_head": by_head}
     if not tokens:
         wants = {n: placed(n, ()) for n in (q, k, v)}
         if is_tensor(mask):
             wants[mask] = _batch_only(mask, batch, env)
-        return Decision(wants, Spec((batch, whole(shape[1]), whole(length), whole(shape[3]))))
-    out = Spec((batch, whole(shape[1]), (Factor(length, tokens),), whole(shape[3])))
+        out = Spec((batch, heads_of(q), whole(length), whole(shape[3])))
+        return Decision(wants, out, form="heads", attributes=attributes)
+    out = Spec((batch, heads_of(q), (Factor(length, tokens),), whole(shape[3])))
     if env.shape(k)[2] != length:
         if info.mask != Full():
             raise _mask_error(node, info, "a mask between sequences of different lengths")
@@ -45,16 +54,22 @@ def attention_rule(node: Node, env: Env) -> Decision:
     if info.mask is None:
         raise _mask_error(node, info, info.mask_found)
     wants = {n: placed(n, tokens) for n in (q, k, v)}
-    return Decision(wants, out, form="attention", attributes={"tokens": tokens})
+    return Decision(wants, out, form="attention", attributes=attributes)
 
 
-def _token_axes(env: Env, q: Node, k: Node, v: Node) -> tuple[str, ...]:
-    """The axes that share out the tokens: those of a sharded operand, or all where S allows."""
-    for item in (q, k, v):
-        axes = tuple(a for a in env.spec(item).axes_of(2) if a in env.mesh.sequence)
-        if axes:
-            return axes if item is q or env.spec(q).axes_of(2) else ()
-    return ()
+def _token_axes(env: Env, q: Node) -> tuple[str, ...]:
+    """The axes that share out the queries' tokens."""
+    return tuple(a for a in env.spec(q).axes_of(2) if a in env.mesh.sequence)
+
+
+def _head_axes(
+    env: Env, info: AttentionInfo, tokens: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(axes that share out heads, axes that share out tokens) at attention."""
+    axis = env.mesh.tensor
+    if axis is None or info.heads % env.mesh.degrees[axis]:
+        return (), tokens
+    return (axis,), tuple(a for a in tokens if a != axis)
 
 
 def _batch_dim(env: Env, operands: tuple[Node, ...]) -> Dim:
@@ -92,6 +107,7 @@ def token_loss_rule(node: Node, env: Env) -> Decision | None:
     reduction = argument(node, 3, "reduction", 1)
     own = env.shape(logits)
     classes = 1 if len(own) > 1 else 0
+    by_class: tuple[str, ...] = ()
     if target.meta["val"].is_floating_point():
         wants, dims = align([logits, target], own, env)
         if any(f.axes for f in dims[classes]):
@@ -99,9 +115,11 @@ def token_loss_rule(node: Node, env: Env) -> Decision | None:
         rest = [d for i, d in enumerate(dims) if i != classes]
     else:
         spec = summed(env.spec(logits))
-        spec = spec.without(spec.axes_of(classes))
+        by_class = _class_axes(node, env, spec, classes)
+        if not by_class:
+            spec = spec.without(spec.axes_of(classes))
         tokens = [d for i, d in enumerate(spec.dims) if i != classes]
-        at = summed(env.spec(target))
+        at = summed(env.spec(target)).without(by_class)
         rest = [
             a if sum(len(f.axes) for f in a) >= sum(len(f.axes) for f in b) else b
             for a, b in zip(tokens, at.dims, strict=True)
@@ -113,12 +131,25 @@ def token_loss_rule(node: Node, env: Env) -> Decision | None:
     wants = {n: summed(s) for n, s in wants.items()}
     if is_tensor(weight):
         wants[weight] = Spec((whole(env.shape(weight)[0]),))
+    form = "vocabulary_loss" if by_class else "local"
+    attributes = {"axes": by_class, "classes": classes}
     if reduction == 0:
-        return Decision(wants, Spec(tuple(rest)))
+        return Decision(wants, Spec(tuple(rest)), form, attributes)
     partial = tuple(a for dim in rest for f in dim for a in f.axes)
     if reduction == 1 and partial:
         return None
-    return Decision(wants, Spec((), partial))
+    return Decision(wants, Spec((), partial), form, attributes)
+
+
+def _class_axes(node: Node, env: Env, spec: Spec, classes: int) -> tuple[str, ...]:
+    """The tensor axis where the loss can be computed on its cut of the vocabulary."""
+    plain = (
+        op_name(node) == "aten.cross_entropy_loss"
+        and argument(node, 2, "weight") is None
+        and argument(node, 5, "label_smoothing", 0.0) == 0.0
+    )
+    axes = spec.axes_of(classes)
+    return axes if plain and axes == (env.mesh.tensor,) else ()
 
 
 def element_loss_rule(node: Node, env: Env) -> Decision:

@@ -38,7 +38,6 @@ def _override(key: str) -> Callable[[Plan], list[Path]]:
 # (code, a function that gives the places where a plan uses the part)
 NOT_AVAILABLE: tuple[tuple[str, Callable[[Plan], list[Path]]], ...] = (
     ("SC901", _strategy("fsdp")),
-    ("SC902", _strategy("megatron_sp")),
     ("SC903", lambda plan: [("padding",)] if plan.padding != "none" else []),
     ("SC904", _option("ulysses", "pad_heads", False)),
     ("SC905", _option("memory", "checkpoint", "none")),

@@ -49,10 +49,13 @@ class Report:
     def __str__(self) -> str:
         axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         forward, backward = (readable(self.bytes_sent(p)) for p in ("forward", "backward"))
+        headline = (
+            f"program {self.program} on {axes}; batch {self.batch}, length {self.length}; "
+            f"each rank sends {forward} forward, {backward} backward"
+        )
         return as_text(
             [
-                f"program {self.program} on {axes}; batch {self.batch}, length {self.length}; "
-                f"each rank sends {forward} forward, {backward} backward",
+                headline,
                 *([kernel_table(self.kernels)] if self.kernels else []),
                 *([comm_table(self.comm)] if self.comm else []),
                 *(str(finding) for finding in self.findings),

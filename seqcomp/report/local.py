@@ -75,8 +75,8 @@ def _autocast(program: Program) -> tuple[torch.dtype | None, str]:
 
 
 def _captured_dtype(node: Node) -> torch.dtype | None:
-    while "val" not in node.meta and isinstance(node.target, ops.Op) and node.args:
-        (node,) = node.args[:1]
+    while "val" not in node.meta and isinstance(node.target, ops.Op) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
     value = node.meta.get("val")
     return value.dtype if isinstance(value, Tensor) else None
 
@@ -87,19 +87,16 @@ def _given(node: Node, dims: InputDims | None, batch: int | None, length: int | 
         return value
     roles: tuple[str | None, ...] = dims.dims if dims else (None,) * value.dim()
     known = {BATCH: batch, SEQ: length}
-    shape = [
-        int(size) if role is None else known[role]
-        for size, role in zip(value.shape, roles, strict=True)
-    ]
-    # A dim of size 1 broadcasts: it has the role of none.
+    shape: list[int] = []
+    for size, role in zip(value.shape, roles, strict=True):
+        # A size of 1 broadcasts, whatever its role.
+        fixed = isinstance(size, int) and size == 1
+        new = int(size) if role is None or fixed else known[role]
+        assert new is not None, f"{node.name} has a dim of {role}, the call has none"
+        shape.append(new)
     return torch.empty(
-        [1 if _is_one(size) else new for size, new in zip(value.shape, shape, strict=True)],
-        dtype=value.dtype, device=value.device, requires_grad=value.requires_grad,
-    )  # fmt: skip
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
+        shape, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad
+    )
 
 
 def _imitate(
@@ -116,7 +113,7 @@ def _imitate(
             out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=node.meta["val"].dtype)
             grad = torch.is_grad_enabled() and any(x.requires_grad for x in args)
             return out.requires_grad_(grad)
-        case ops.Shard():
+        case ops.Shard() | ops.ReduceScatter():
             (x,) = args
             return x.narrow(op.dim, 0, x.shape[op.dim] // degree)
         case ops.Gather():

@@ -16,7 +16,7 @@ def comm_table(rows: Iterable[CommRow]) -> Table:
     groups: dict[tuple[str, ...], list[CommRow]] = {}
     for row in sorted(rows, key=lambda r: r.phase == "backward"):
         overlap = "yes" if row.overlappable else "no"
-        key = (pattern(row.module), row.kind, row.axis, row.phase, overlap)
+        key: tuple[str, ...] = (pattern(row.module), row.kind, row.axis, row.phase, overlap)
         groups.setdefault(key, []).append(row)
     table = Table("module", "collective", "axis", "phase", "can overlap", title="sent by one rank")
     table.add_column("calls", justify="right")
@@ -30,7 +30,7 @@ def comm_table(rows: Iterable[CommRow]) -> Table:
 def kernel_table(rows: Iterable[KernelRow]) -> Table:
     groups: dict[tuple[str, ...], int] = {}
     for row in rows:
-        key = (
+        key: tuple[str, ...] = (
             pattern(row.module), row.kernel, row.dtype,
             f"{row.heads} / {row.kv_heads} x {row.head_dim}", row.mask, row.layout, row.transport,
         )  # fmt: skip
@@ -62,7 +62,7 @@ def pattern(module: str) -> str:
 def readable(size: int) -> str:
     """Bytes with a binary unit, three digits."""
     value, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1000 or unit == "TiB":
             break
         value /= 1024

@@ -20,6 +20,10 @@ from seqcomp.strategies.base import AttentionShape, Kind, Phase
 from seqcomp.strategies.compose import attention_steps
 
 
+# Operations over a group that send nothing.
+_SILENT = (ops.Shard, ops.OwnCotangent, ops.SumGradient)
+
+
 @dataclass(frozen=True)
 class CommRow:
     """`count` collectives of one kind from one place, and what one rank sends in all of them.
@@ -91,7 +95,7 @@ def kernel_rows(
         info: AttentionInfo | None = node.meta.get("attention")
         if info is None:
             continue
-        q, k, v = (values[x] for x in node.args[:3])
+        q, k, v = _operands(node, values)[:3]
         dtype, op = values[node].dtype, node.target
         divided = isinstance(op, ops.Attention)
         rows.append(
@@ -120,7 +124,7 @@ def _rows_of(
     if degree == 1:
         return
     axis = "+".join(op.axes_used())
-    operand: Tensor = values[node.args[0]]
+    operand: Tensor = _operands(node, values)[0]
     size = operand.numel() * operand.element_size()
     backward = values[node].requires_grad
 
@@ -133,6 +137,10 @@ def _rows_of(
             yield row("all_gather", (degree - 1) * size, "forward")
             if backward and op.cotangent == "partial":
                 yield row("reduce_scatter", (degree - 1) * size, "backward")
+        case ops.ReduceScatter():
+            yield row("reduce_scatter", size // degree * (degree - 1), "forward")
+            if backward:
+                yield row("all_gather", size // degree * (degree - 1), "backward")
         case ops.AllReduce():
             yield row("all_reduce", 2 * (degree - 1) * size // degree, "forward")
             if backward and op.cotangent == "partial":
@@ -142,12 +150,14 @@ def _rows_of(
             wide = operand.numel() * max(operand.element_size(), 4)
             sent = 2 * (degree - 1) * wide // degree
             yield row("all_reduce", sent, "backward", overlappable=True)
+        case _:
+            assert isinstance(op, _SILENT), f"the report does not know what {op} sends"
 
 
 def _attention(
     node: Node, op: ops.Attention, values: Mapping[Node, Any], resolved: ResolvedPlan
 ) -> Iterator[CommRow]:
-    q, k, v = (values[x] for x in node.args)
+    q, k, v = _operands(node, values)
     element = values[node].element_size()
     shape = AttentionShape(
         batch=q.shape[0],
@@ -165,6 +175,10 @@ def _attention(
                 op.label, step.kind, step.axis, step.count, step.bytes_sent, step.phase,
                 step.overlappable,
             )  # fmt: skip
+
+
+def _operands(node: Node, values: Mapping[Node, Any]) -> list[Any]:
+    return [values[item] for item in node.args if isinstance(item, Node)]
 
 
 def _merged(rows: Iterable[CommRow]) -> Iterator[CommRow]:

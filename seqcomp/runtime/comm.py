@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from seqcomp.runtime.traffic import Phase, Traffic
 
@@ -164,6 +165,10 @@ class RankContext(ABC):
     @abstractmethod
     def comm(self, axes: tuple[str, ...]) -> Communicator:
         """The group of this rank along ``axes``, nested in that order (the last is fastest)."""
+
+    def device_mesh(self, axis: str) -> DeviceMesh | None:
+        """A one-axis DeviceMesh over this rank's group along `axis`; None without processes."""
+        return None
 
     def prepare(self, axes: Sequence[tuple[str, ...]]) -> None:
         """Make these groups now. Collective: every rank of the mesh gives the same list."""

@@ -92,6 +92,13 @@ class ProcessContext(RankContext):
             self._comms[axes] = self._make(axes)
         return self._comms[axes]
 
+    def device_mesh(self, axis: str) -> DeviceMesh | None:
+        communicator = self.comm((axis,))
+        assert isinstance(communicator, ProcessCommunicator)
+        if communicator._group is None:
+            return None
+        return DeviceMesh.from_group(communicator._group, self.device.type, mesh_dim_names=(axis,))
+
     def close(self) -> None:
         if self._closed:
             return

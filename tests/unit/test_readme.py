@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
+from math import prod
 from pathlib import Path
 
 import pytest
 
 import seqcomp
+from seqcomp.diagnostics import CODES
+from seqcomp.plan.resolve import resolve
+from seqcomp.plan.unavailable import NOT_AVAILABLE
+from seqcomp.strategies.base import AttentionShape, total_bytes
+from seqcomp.strategies.compose import layer_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -17,6 +25,98 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def blocks(language: str) -> list[str]:
     fences = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
     return [text for name, text in fences if name == language]
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Python with `command`, in a folder that holds the README's files under their names."""
+    (folder / "usp.yaml").write_text(blocks("yaml")[0])
+    (folder / "train.py").write_text(blocks("python")[0])
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=200,
+    )  # fmt: skip
+
+
+SHOWN = re.findall(
+    r"^```sh\n\.venv/bin/seqcomp (.*)\n```\n(?:.*\n){1,4}?```text\n((?:.*\n)*?)```$",
+    README,
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("command", "printed"), SHOWN)
+def test_the_command_line_prints_what_the_readme_shows(
+    tmp_path: Path, command: str, printed: str
+) -> None:
+    done = run(tmp_path, "-m", "seqcomp", *command.split())
+    assert done.stdout + done.stderr == printed
+    assert done.returncode == int("error" in printed)
+
+
+def test_all_uses_of_the_command_line_are_tested() -> None:
+    assert len(SHOWN) == README.count(".venv/bin/seqcomp ") >= 2
+
+
+@pytest.mark.distributed
+def test_the_python_example_runs_and_has_the_loss_of_one_process(tmp_path: Path) -> None:
+    launch = next(text for text in blocks("sh") if "train.py" in text)
+    command = launch.removeprefix(".venv/bin/torchrun ").split()
+    ranks = run(tmp_path, "-m", "torch.distributed.run", "--standalone", *command)
+    assert ranks.returncode == 0, ranks.stderr
+    losses = re.findall(r"^loss (\S+)$", ranks.stdout, re.MULTILINE)
+    assert len(losses) == 4
+    assert len(set(losses)) == 1
+
+    lines = blocks("python")[0].splitlines()
+    plain = "\n".join(line for line in lines if "dist" not in line and "seqcomp" not in line)
+    alone = run(tmp_path, "-c", plain)
+    assert alone.returncode == 0, alone.stderr
+    assert float(alone.stdout.split()[1]) == pytest.approx(float(losses[0]), abs=1e-5)
+
+
+LAUNCHES = {
+    path.name: path.read_text().replace("\\\n#", "") for path in (ROOT / "plans").glob("*.yaml")
+} | {"README.md": next(text for text in blocks("sh") if "--plan" in text)}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launch_lines_fit_the_plan_and_the_example(name: str) -> None:
+    line = re.search(r"torchrun (.*) examples/train_text\.py (.*)$", LAUNCHES[name], re.MULTILINE)
+    assert line is not None
+    launcher, options = line[1].split(), line[2].split()
+    assert options[0] == "--plan"
+    assert len(options) == 2
+    assert name in ("README.md", Path(options[1]).name)
+    counts = [
+        int(launcher[i + 1])
+        for i, o in enumerate(launcher)
+        if o in ("--nnodes", "--nproc-per-node")
+    ]
+    plan = seqcomp.validate(ROOT / options[1], world_size=prod(counts))
+    assert [d.code for d in plan if d.code == "SC104"] == []
+
+
+def test_the_options_of_the_example_are_those_it_has(tmp_path: Path) -> None:
+    done = run(tmp_path, str(ROOT / "examples" / "train_text.py"), "--help")
+    named = re.search(r"^Its options: `(.*)`\.$", README, re.MULTILINE)
+    assert named is not None
+    usage = done.stdout.partition("\n\n")[0]
+    assert re.findall(r"--[\w-]+", usage) == named[1].split()
+
+
+def test_every_code_exists_and_every_missing_part_is_named() -> None:
+    named = set(re.findall(r"\bSC\d{3}\b", README))
+    assert named <= set(CODES)
+    assert {code for code, _ in NOT_AVAILABLE} <= named
+
+
+def test_the_formula_gives_the_bytes_of_the_demo() -> None:
+    """Its model: 3 layers, 8 query and 4 KV heads of 32, fp32, one sequence of 4096."""
+    shape = AttentionShape(1, 4096, 8, 4, 32, element_bytes=4)
+    steps = layer_steps(resolve(seqcomp.load_plan("usp_2x2")), shape)
+    sent = re.findall(r"^\| (?:bytes sent|the same by).*\| ([\d,]+) \|$", README, re.MULTILINE)
+    assert sent == [f"{3 * total_bytes(steps):,}"] * 2
 
 
 def test_the_first_plan_is_legal_and_says_what_its_preset_says(tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import seqcomp
 from seqcomp.lowering import compiled as compiled_module
 from seqcomp.runtime.comm import RankContext
 from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import plans
+from tests.fixtures.compare import compare_grads, gradients_of
 from tests.fixtures.models import build, inputs
 
 ALONE = {"mesh": {"ring": 1}, "strategies": {"ring": {}}}
@@ -34,7 +37,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_other_legal_sizes_need_no_capture(captures: list[str]) -> None:
-    sizes = [(2, 16), (1, 32), (3, 8), (1, 8), (5, 64), (2, 16)]
+    sizes = [(2, 16), (3, 32), (4, 8), (5, 64), (2, 16)]
 
     def step(model: nn.Module, context: RankContext, local: dict[str, Any]) -> None:
         for batch, seq in sizes:
@@ -44,6 +47,14 @@ def test_other_legal_sizes_need_no_capture(captures: list[str]) -> None:
 
     lockstep(build, plans.usp(2, 2, "zigzag"), step)
     assert captures == ["p0"], "one capture for all sizes and all ranks"
+
+
+def test_a_batch_of_one_is_a_class_of_its_own(captures: list[str]) -> None:
+    """A dim of size 1 broadcasts, which other sizes do not."""
+    model = seqcomp.parallelize(build(), plan=ALONE)
+    for batch, seq in ((1, 16), (1, 32), (2, 16), (1, 8), (3, 8)):
+        model(**inputs(batch=batch, seq=seq))
+    assert len(captures) == 2
 
 
 CHANGES: list[tuple[str, Callable[[nn.Module], Any]]] = [
@@ -77,9 +88,7 @@ def test_autocast_is_a_mode(captures: list[str]) -> None:
     assert len(captures) == 2
 
 
-def test_programs_are_bounded(
-    captures: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_bounded(captures: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_module, "_MAX_PROGRAMS", 2)
     model = seqcomp.parallelize(build(), plan=ALONE)
     for _, call in CHANGES:
@@ -116,3 +125,20 @@ def test_layout_auto_follows_the_length(captures: list[str]) -> None:
     found = lockstep(build, plans.ring(2), step)
     assert found[0] == ["zigzag", "contiguous", "zigzag", "contiguous"]
     assert len(captures) == 2
+
+
+def test_the_first_call_may_be_checkpointed() -> None:
+    """The capture is not part of what the caller's hooks see: recomputation saves the same."""
+    model, plain = seqcomp.parallelize(build(), plan=ALONE), build()
+    for each in (model, plain):
+        run = partial(each, **inputs())
+        checkpoint(lambda run=run: run()["loss"], use_reentrant=False).backward()
+    distance, worst = compare_grads(gradients_of(plain), gradients_of(model))
+    assert distance <= 1, worst
+
+
+def test_the_first_call_may_be_under_hooks_that_read_values() -> None:
+    model = seqcomp.parallelize(build(), plan=ALONE)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy(), torch.from_numpy):
+        model(**inputs())["loss"].backward()
+    assert model.emb.weight.grad is not None

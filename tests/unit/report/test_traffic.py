@@ -128,7 +128,7 @@ def test_under_autocast() -> None:
 @pytest.mark.parametrize("transport", ["p2p", "allgather"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_only_kv_heads_travel(kv_heads: int, transport: str) -> None:
-    """2(P-1)/P * T * Hkv * d * e forward, e + a in place of e backward; T = 32, d = 8, e = a = 8."""
+    """2(P-1)/P * T*Hkv*d*e forward, e + a in place of e backward; T = 32, d = 8, e = a = 8."""
     spec = Spec(kv_heads=kv_heads)
     one = 2 * 3 * 32 * kv_heads * 8 * 8 // 4
     for outcome in train_once(plans.ring(4, transport=transport), spec):

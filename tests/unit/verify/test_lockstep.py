@@ -86,7 +86,7 @@ def test_the_module_is_given_back() -> None:
 
 
 def test_the_package_is_the_public_function_too() -> None:
-    import seqcomp.verify.lockstep  # noqa: F401
+    import seqcomp.verify.lockstep
 
     assert callable(seqcomp.verify)
     with pytest.raises(seqcomp.PlanError):

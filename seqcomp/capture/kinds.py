@@ -1,0 +1,34 @@
+"""What kind of operation a node is, whatever its placement."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from seqcomp.capture.edit import op_name
+
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as",
+        "_reshape_alias", "transpose", "permute", "t", "mT", "adjoint", "swapaxes", "swapdims",
+        "numpy_T", "expand", "expand_as", "broadcast_to", "movedim", "unsqueeze", "squeeze",
+        "repeat", "tile", "repeat_interleave", "view_as_complex", "view_as_real",
+    )
+)  # fmt: skip
+
+# Element-wise in fact though not tagged so.
+_UNTAGGED = {
+    "aten.__and__", "aten.__or__", "aten.__xor__", "aten.to", "aten.type_as", "aten.contiguous",
+    "aten.clone", "aten.alias", "aten.detach", "aten.lift_fresh_copy", "aten.zeros_like",
+    "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.polar", "aten.complex",
+    "aten.real", "aten.imag", "aten.conj", "aten.dropout", "aten.where", "aten._conj",
+    "aten.mse_loss_none", "aten.nan_to_num", "aten.isclose", "aten.scalar_tensor",
+}  # fmt: skip
+
+
+def is_pointwise(node: Node) -> bool:
+    target = node.target
+    return op_name(node) in _UNTAGGED or (
+        isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    )

@@ -1,0 +1,126 @@
+"""Parameters that a tensor axis cuts: DTensors with the original names, shapes and ties."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from seqcomp.runtime.comm import Communicator, RankContext
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which dim of a parameter the axis divides."""
+
+    dim: int
+    axis: str
+
+
+class CutParameters:
+    """Replaces the parameters of one module by this rank's parts, once, and back again.
+
+    On process groups every parameter becomes a DTensor on the tensor axis (cut ones Shard, all
+    others Replicate), so that optimizers and clip_grad_norm_ see one kind. On thread ranks, which
+    have no DeviceMesh, a cut parameter is a plain tensor with the local shape.
+    """
+
+    def __init__(self, module: nn.Module, context: RankContext, axis: str):
+        self._module = module
+        self._context = context
+        self._axis = axis
+        self._cuts: Mapping[str, Cut] | None = None
+        self._shapes: dict[int, torch.Size] = {}
+
+    @property
+    def cuts(self) -> Mapping[str, Cut] | None:
+        """The cuts in effect; None before `apply`."""
+        return self._cuts
+
+    def apply(self, cuts: Mapping[str, Cut]) -> None:
+        """Cuts the parameters. `cuts` has one entry per tensor, by any of its names."""
+        assert self._cuts is None, "already cut"
+        comm = self._context.comm((self._axis,))
+        mesh = self._context.device_mesh(self._axis)
+        by_tensor = {id(self._module.get_parameter(name)): cut for name, cut in cuts.items()}
+        made: dict[int, nn.Parameter] = {}
+        for owner, name, parameter in self._places():
+            cut = by_tensor.get(id(parameter))
+            if id(parameter) not in made:
+                made[id(parameter)] = self._part(parameter, cut, comm, mesh)
+                if cut is not None:
+                    self._shapes[id(made[id(parameter)])] = parameter.shape
+            owner._parameters[name] = made[id(parameter)]
+        self._cuts = dict(cuts)
+
+    def _part(
+        self, parameter: nn.Parameter, cut: Cut | None, comm: Communicator, mesh: DeviceMesh | None
+    ) -> nn.Parameter:
+        local = parameter.detach()
+        if cut is not None:
+            local = local.chunk(comm.size, cut.dim)[comm.rank].clone()
+        value: Tensor = local
+        if mesh is not None:
+            placement = Shard(cut.dim) if cut is not None else Replicate()
+            value = DTensor.from_local(
+                local,
+                mesh,
+                [placement],
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        elif cut is None:
+            return parameter
+        return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """For a capture: parameters of full shape that take no memory."""
+        if self._cuts is None:
+            yield
+            return
+        held = list(self._places())
+        made: dict[int, nn.Parameter] = {}
+        for owner, name, parameter in held:
+            if id(parameter) not in made:
+                shape = self._shapes.get(id(parameter), parameter.shape)
+                blank = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+                made[id(parameter)] = nn.Parameter(
+                    blank.expand(shape), requires_grad=parameter.requires_grad
+                )
+            owner._parameters[name] = made[id(parameter)]
+        try:
+            yield
+        finally:
+            for owner, name, parameter in held:
+                owner._parameters[name] = parameter
+
+    def restore(self) -> None:
+        """Makes plain, whole parameters again. Collective over the tensor axis."""
+        if self._cuts is None:
+            return
+        comm = self._context.comm((self._axis,))
+        made: dict[int, nn.Parameter] = {}
+        by_tensor = {id(self._module.get_parameter(n)): cut for n, cut in self._cuts.items()}
+        for owner, name, parameter in list(self._places()):
+            if id(parameter) not in made:
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                cut = by_tensor.get(id(parameter))
+                value = local.detach()
+                if cut is not None:
+                    value = torch.cat(list(comm.all_gather(value)), cut.dim)
+                made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            owner._parameters[name] = made[id(parameter)]
+        self._cuts = None
+
+    def _places(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        for owner in self._module.modules():
+            for name, parameter in list(owner._parameters.items()):
+                if parameter is not None:
+                    yield owner, name, parameter

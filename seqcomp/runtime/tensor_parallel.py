@@ -1,0 +1,162 @@
+"""What Megatron-SP computes on cut weights: linears, embedding and loss over a tensor group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from seqcomp.runtime.comm import Communicator
+from seqcomp.runtime.tokens import Tokens
+
+aten = torch.ops.aten
+
+
+class Regathered:
+    """The gathered input of column-parallel linears, made again in backward for all of them once.
+
+    Saving it would cost the whole sequence per layer: the shard is saved, and gathered when the
+    first of `uses` weight gradients asks (Korthikanti et al., 2022, section 4.2.2).
+    """
+
+    def __init__(self, tokens: Tokens, uses: int) -> None:
+        self._tokens = tokens
+        self._uses = uses
+        self._left = 0
+        self._whole: Tensor | None = None
+
+    def whole(self, shard: Tensor) -> Tensor:
+        """[.., s, h] of this rank -> [.., P * s, h]; kept until every use has asked."""
+        if self._whole is None:
+            self._whole = self._tokens.gathered(shard, "backward")
+            self._left = self._uses
+        self._left -= 1
+        result = self._whole
+        if self._left == 0:
+            self._whole = None
+        return result
+
+
+def column_linear(
+    x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, again: Regathered
+) -> Tensor:
+    """x @ weight.T + bias for gathered x [.., s, in] and this rank's rows of the weight.
+
+    `shard` is the cut value that x was gathered from; the backward saves it instead of x.
+    """
+    return _ColumnLinear.apply(x, shard.detach(), weight, bias, again)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, again: Regathered
+    ) -> Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, shard, weight, bias, ctx.again = inputs
+        ctx.has_bias = bias is not None
+        ctx.dtypes = (shard.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        ctx.save_for_backward(shard, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        shard, weight = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        needs_x, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        d_x = d_weight = d_bias = None
+        # Always asked for, so that all ranks gather and the count of uses comes out even.
+        x = ctx.again.whole(shard) if needs_weight else None
+        rows = grad.reshape(-1, grad.shape[-1])
+        if needs_x:
+            d_x = (grad @ weight.to(grad.dtype)).to(x_dtype)
+        if x is not None:
+            flat = x.reshape(-1, x.shape[-1]).to(grad.dtype)
+            d_weight = (rows.t() @ flat).to(weight_dtype)
+        if ctx.has_bias and needs_bias:
+            d_bias = rows.sum(0).to(bias_dtype)
+        return d_x, None, d_weight, d_bias, None
+
+
+def vocabulary_embedding(
+    weight: Tensor, index: Tensor, padding_idx: int, comm: Communicator
+) -> Tensor:
+    """Rows of this rank's cut [V / P, h] of an embedding; zero for ids that live elsewhere.
+
+    The sum over the group is the embedding.
+    """
+    local, inside = _own_ids(index, weight.shape[0], comm)
+    padding = padding_idx - comm.rank * weight.shape[0]
+    padding = padding if padding_idx >= 0 and 0 <= padding < weight.shape[0] else -1
+    rows = torch.nn.functional.embedding(local, weight, padding if padding >= 0 else None)
+    return rows * inside.unsqueeze(-1).to(rows.dtype)
+
+
+def _own_ids(index: Tensor, count: int, comm: Communicator) -> tuple[Tensor, Tensor]:
+    local = index - comm.rank * count
+    inside = (local >= 0) & (local < count)
+    return local.clamp(0, count - 1), inside
+
+
+def vocabulary_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    comm: Communicator,
+    *,
+    classes: int,
+    ignore_index: int,
+    reduce: bool,
+    label: str = "",
+) -> Tensor:
+    """Cross-entropy of logits whose classes (dim `classes`) are cut over the group.
+
+    Returns the sum over valid targets (`reduce`) or one value per target, the same on every rank
+    of the group. Maximum, sum of exponentials and the target's logit are exchanged, never logits
+    (Shoeybi et al., 2019). The cotangent is partial: it is summed over the group.
+    """
+    moved = logits.movedim(classes, -1) if logits.dim() > 1 else logits
+    each = _VocabularyLoss.apply(moved, target, comm, ignore_index, label)
+    return each.sum() if reduce else each
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, comm: Communicator, ignore: int, label: str
+    ) -> Tensor:
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits
+        local, inside = _own_ids(target, wide.shape[-1], comm)
+        valid = target != ignore
+        inside &= valid
+        top = comm.all_reduce(wide.amax(-1), "max", label=label)
+        exponentials = (wide - top.unsqueeze(-1)).exp()
+        picked = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1) - top
+        parts = torch.stack([exponentials.sum(-1), torch.where(inside, picked, 0.0)])
+        total, own = comm.all_reduce(parts, label=label)
+        ctx.comm, ctx.label, ctx.dtype = comm, label, logits.dtype
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), local, inside, valid)
+        return torch.where(valid, total.log() - own, 0.0).to(logits.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, local, inside, valid = ctx.saved_tensors
+        grad = ctx.comm.all_reduce(grad, phase="backward", label=ctx.label)
+        grad = torch.where(valid, grad.to(probabilities.dtype), 0.0)
+        result = probabilities * grad.unsqueeze(-1)
+        result.scatter_add_(-1, local.unsqueeze(-1), (-grad * inside).unsqueeze(-1))
+        return result.to(ctx.dtype), None, None, None, None
+
+
+def own_heads(x: Tensor, heads: int, comm: Communicator) -> Tensor:
+    """[B, Hkv, s, d] -> the KV head [B, 1, s, d] of this rank's query heads, Hkv < P.
+
+    Rank r owns KV head r // (P / Hkv): query heads are dealt out in contiguous groups.
+    """
+    copies = comm.size // heads
+    return x.narrow(1, comm.rank // copies, 1)
