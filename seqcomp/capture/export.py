@@ -85,7 +85,7 @@ def export_call(
     arg_shapes, kwarg_shapes = pytree.tree_unflatten(shapes, call.treespec)
     dynamic = tuple(arg_shapes) + tuple(kwarg_shapes.values())
     try:
-        with _quiet():
+        with _quiet(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             exported = torch.export.export(
                 module,
                 tuple(args),
@@ -145,6 +145,11 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _same(x: Any) -> Any:
+    """Keeps hooks of the caller (checkpointing, offloading) away from fake tensors."""
+    return x
 
 
 def _first_lines(text: str, count: int = 4) -> str:

@@ -36,6 +36,8 @@ def _move_shift(capture: Capture, loss: Node) -> None:
     target = loss.args[1]
     if reduction == 0 or not is_tensor(target) or target.meta["val"].is_floating_point():
         return
+    if loss.args[0].meta["val"].ndim != 2:
+        return  # dim 1 is the classes there
     chain: list[Node] = []
     node = loss.args[0]
     while is_tensor(node) and len(node.users) == 1 and _moves_through(node):
@@ -112,13 +114,13 @@ def _padded_labels(
         value = before
     elif shape != (*lead, cut):
         return None
-    dim = len(lead)
-    parts = [value]
-    for count, at in ((left, 0), (right, 1)):
-        if count:  # pad would do, but it specialises symbolic sizes on fake tensors
-            like = editor.call(aten.slice.Tensor, (value, dim, 0, count), before=loss)
-            filled = editor.call(aten.full_like.default, (like, ignore), before=loss)
-            parts.insert(at * len(parts), filled)
+    dim, dtype = len(lead), target.meta["val"].dtype
+    if value.meta["val"].dtype != dtype:
+        value = editor.call(aten.to.dtype, (value, dtype), before=loss)
+    # pad would do, but it specialises symbolic sizes on fake tensors
+    like = editor.call(aten.slice.Tensor, (value, dim, 0, 1), before=loss)
+    filled = editor.call(aten.full_like.default, (like, ignore), before=loss)
+    parts = [*[filled] * left, value, *[filled] * right]
     padded = editor.call(aten.cat.default, (parts, dim), before=loss)
     if shape == (flat,):
         padded = editor.call(aten.reshape.default, (padded, [-1]), before=loss)
@@ -154,8 +156,14 @@ def mean_loss_pass(capture: Capture) -> None:
         classes = logits.meta["val"].shape[1 if logits.meta["val"].ndim > 1 else 0]
         rest = list(node.args[4:])
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("weight", "reduction")}
-        total = editor.call(node.target, (logits, target, weight, 2, *rest), kwargs, before=node)
-        dtype = total.meta["val"].dtype
+        dtype = node.meta["val"].dtype
+        wide = torch.float32 if dtype.itemsize < 4 else dtype  # sums of many tokens overflow half
+        total = editor.call(
+            node.target, (logits, target, weight, 2 if wide == dtype else 0, *rest), kwargs,
+            before=node,
+        )  # fmt: skip
+        if wide != dtype:
+            total = editor.call(aten.sum.default, (total,), {"dtype": wide}, before=node)
         if target.meta["val"].is_floating_point():
             ones = editor.call(aten.ones_like.default, (target,), before=node)
             number = editor.call(aten.sum.default, (ones,), before=node)
@@ -163,14 +171,17 @@ def mean_loss_pass(capture: Capture) -> None:
         else:
             valid = editor.call(aten.ne.Scalar, (target, ignore), before=node)
             if weight is not None:
-                safe = editor.call(aten.clamp.default, (target, 0), before=node)
+                safe = editor.call(aten.mul.Tensor, (target, valid), before=node)
                 each = editor.call(aten.embedding.default, (_column(editor, weight, node), safe),
                                    before=node)  # fmt: skip
                 flat = editor.call(aten.squeeze.dim, (each, -1), before=node)
                 valid = editor.call(aten.mul.Tensor, (flat, valid), before=node)
             count = editor.call(aten.sum.default, (valid,), before=node)
-        count = editor.call(aten.to.dtype, (count, dtype), before=node)
-        editor.replace(node, editor.call(aten.div.Tensor, (total, count), before=node))
+        count = editor.call(aten.to.dtype, (count, wide), before=node)
+        mean = editor.call(aten.div.Tensor, (total, count), before=node)
+        if wide != dtype:
+            mean = editor.call(aten.to.dtype, (mean, dtype), before=node)
+        editor.replace(node, mean)
 
 
 def _column(editor: Editor, weight: Node, before: Node) -> Node:

@@ -127,7 +127,9 @@ def _local(
     if position is None or not isinstance(decision.out, Spec):
         return
     out = decision.out
-    first = node.args[1] % len(out.dims) if op_name(node) == "aten.unflatten" else 0
+    first = 0
+    if op_name(node) == "aten.unflatten":  # its dim counts those of the operand
+        first = node.args[1] % (len(out.dims) - len(node.args[position]) + 1)
     sizes = []
     for offset, size in enumerate(node.args[position]):
         degree = context.mesh.degree(out.axes_of(first + offset))

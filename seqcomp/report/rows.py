@@ -19,7 +19,6 @@ from seqcomp.runtime.attention import kernels
 from seqcomp.strategies.base import AttentionShape, Kind, Phase
 from seqcomp.strategies.compose import attention_steps
 
-
 # Operations over a group that send nothing.
 _SILENT = (ops.Shard, ops.OwnCotangent, ops.SumGradient)
 

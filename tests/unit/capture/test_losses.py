@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,21 +21,26 @@ LossFn = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 class Model(nn.Module):
-    """hidden [B, S, D], labels [B, S] -> the loss of an idiom."""
+    """hidden [B, S, D], labels [B, S] -> the loss of each idiom."""
 
-    def __init__(self, loss: LossFn):
+    def __init__(self, *losses: LossFn):
         super().__init__()
-        self.loss = loss
+        self.losses = losses
         self.head = nn.Linear(D, V)
         self.norm = nn.RMSNorm(D)
         self.register_buffer("weight", torch.linspace(0.2, 1.7, V), persistent=False)
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self, x, labels)
+    def forward(self, x: Tensor, labels: Tensor) -> list[Tensor]:
+        return [loss(self, x, labels) for loss in self.losses]
 
 
 def flat(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), **kwargs)
+
+
+def threes(labels: Tensor) -> Tensor:
+    """Labels in which class 3 stands for no label."""
+    return labels.masked_fill(labels < 0, 3)
 
 
 def classes_first(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
@@ -62,9 +68,9 @@ MOVED: dict[str, LossFn] = {
         m.head(x)[:, :-1], y[:, 1:], weight=m.weight, reduction="sum"
     ),
     "smoothing": lambda m, x, y: flat(m.head(x)[:, :-1], y[:, 1:], label_smoothing=0.1),
-    "ignore 3": lambda m, x, y: flat(m.head(x)[:, :-1], y[:, 1:], ignore_index=3),
+    "ignore 3": lambda m, x, y: flat(m.head(x)[:, :-1], threes(y)[:, 1:], ignore_index=3),
     "ignore 3, weights, smoothing": lambda m, x, y: flat(
-        m.head(x)[:, :-1], y[:, 1:], ignore_index=3, weight=m.weight, label_smoothing=0.2
+        m.head(x)[:, :-1], threes(y)[:, 1:], ignore_index=3, weight=m.weight, label_smoothing=0.2
     ),
     "nll": lambda m, x, y: F.nll_loss(
         F.log_softmax(m.head(x), -1)[:, :-1].reshape(-1, V), y[:, 1:].reshape(-1)
@@ -138,40 +144,58 @@ def rewritten(module: nn.Module, *args: Tensor) -> Capture:
     return capture
 
 
-def check_equal(capture: Capture, module: nn.Module, x: Tensor, y: Tensor) -> None:
-    results = []
-    for compute in (module, lambda *a: run(capture, module, *a)):
-        module.zero_grad()
-        leaf = x.clone().requires_grad_()
-        loss = compute(leaf, y)
-        loss.backward()
-        results.append((loss.detach(), leaf.grad, *(p.grad for p in module.parameters())))
-    torch.testing.assert_close(results[0], results[1], equal_nan=True)
-
-
-def model_of(fn: LossFn) -> Model:
-    torch.manual_seed(1)
-    return Model(fn).double()
-
-
-def slices_of_activations(capture: Capture) -> list[str]:
+def values(compute: Callable[..., Any], module: nn.Module, x: Tensor, y: Tensor) -> Any:
+    """Per loss: its value, the gradient of x and those of the parameters."""
+    leaf = x.clone().requires_grad_()
+    wanted = [leaf, *module.parameters()]
     return [
-        n.name
-        for n in capture.graph.nodes
-        if op_name(n) == "aten.slice" and n.meta["val"].is_floating_point()
+        (loss.detach(), *torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True))
+        for loss in compute(leaf, y)
     ]
 
 
-@pytest.mark.parametrize("name", [*MOVED, *KEPT])
-def test_value_and_gradients_stay(name: str) -> None:
-    module = model_of({**MOVED, **KEPT}[name])
-    capture = rewritten(module, *example())
-    check_equal(capture, module, *example())
-    if "tokens as classes" not in name:  # bounds of that clamp hold at one length only
-        check_equal(capture, module, *example(length=9))
-    if "smoothing" not in name and "probabilities" != name:
-        check_equal(capture, module, *example(ignored=2.0))  # a mean over nothing is NaN
-    assert (not slices_of_activations(capture)) or name in KEPT
+def check_equal(capture: Capture, module: nn.Module, x: Tensor, y: Tensor) -> None:
+    expected = values(module, module, x, y)
+    found = values(lambda *a: run(capture, module, *a), module, x, y)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def model_of(*losses: LossFn) -> Model:
+    torch.manual_seed(1)
+    return Model(*losses).double()
+
+
+@functools.cache
+def captured(group: str) -> tuple[Model, Capture]:
+    """All idioms of a group in one capture."""
+    module = model_of(*GROUPS[group].values())
+    return module, rewritten(module, *example())
+
+
+@functools.cache
+def both(group: str, ignored: float, length: int) -> dict[str, tuple[Any, Any]]:
+    module, capture = captured(group)
+    args = example(ignored, length)
+    expected = values(module, module, *args)
+    found = values(lambda *a: run(capture, module, *a), module, *args)
+    return dict(zip(GROUPS[group], zip(found, expected, strict=True), strict=True))
+
+
+GROUPS = {"moved": MOVED, "kept": KEPT}
+
+
+@pytest.mark.parametrize(("ignored", "length"), [(0.3, S), (0.3, 9), (2.0, S), (0.0, 12)])
+@pytest.mark.parametrize(("group", "name"), [(g, n) for g in GROUPS for n in GROUPS[g]])
+def test_value_and_gradients_stay(group: str, name: str, ignored: float, length: int) -> None:
+    """`ignored` 2 leaves no label at all: a mean over nothing is NaN."""
+    found, expected = both(group, ignored, length)[name]
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_shifts_leave_no_slice_of_an_activation() -> None:
+    _, capture = captured("moved")
+    left = [n for n in capture.graph.nodes if op_name(n) == "aten.slice"]
+    assert not [n for n in left if n.meta["val"].is_floating_point()]
 
 
 @pytest.mark.parametrize("name", ["shift by 2", "both sides"])
@@ -214,17 +238,17 @@ def test_weights_with_any_ignored_class(ignore: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_sum_of_a_mean_in_half_precision_does_not_overflow(dtype: torch.dtype) -> None:
-    """4096 tokens of loss 30: the mean fits in float16, its sum does not."""
+def test_the_mean_in_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
+    """4099 tokens of loss 30: the mean fits in float16, its sum does not."""
 
     class Half(nn.Module):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             return F.cross_entropy(x.view(-1, x.shape[-1]), labels.view(-1))
 
-    x = torch.zeros(1, 4096, 4, dtype=dtype)
+    x = torch.zeros(1, 4099, 4, dtype=dtype)
     x[..., 0] = 30.0
-    labels = torch.ones(1, 4096, dtype=torch.long)
+    labels = torch.ones(1, 4099, dtype=torch.long)
     module = Half()
     found = run(rewritten(module, x, labels), module, x, labels)
     assert found.dtype == dtype
-    torch.testing.assert_close(found, module(x, labels))
+    assert found.item() == module(x.float(), labels).to(dtype).item()

@@ -43,9 +43,7 @@ BOOLS: dict[str, Tensor] = {
     "row": torch.tensor([[True] + [False] * 15]),
     "ramp": torch.arange(16.0)[:, None] - torch.arange(16.0)[None, :],
     "weights": torch.tril(torch.full((16, 16), 2.0)),
-    "lower_bias": torch.where(
-        torch.ones(16, 16).tril().bool(), torch.arange(16.0).sin(), -INF
-    ),
+    "lower_bias": torch.where(torch.ones(16, 16).tril().bool(), torch.arange(16.0).sin(), -INF),
 }
 
 

@@ -1,0 +1,45 @@
+"""Megatron-SP on real ranks: every gradient of every rank equals one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fixtures import plans
+from tests.fixtures.models import M0, Spec
+from tests.fixtures.parity import Call, Case, check_parity, check_parity_or_refused
+from tests.fixtures.pool import Pools
+
+EVEN = Spec(vocab=96, bias=True)
+TIED = Spec(vocab=96, tied=True)
+CALLS = (Call(), Call({"seq": 32, "batch": 1}), Call(mode="eval"), Call(mode="no_grad"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plans.megatron(2),
+        plans.megatron(4),
+        plans.with_tensor(plans.ring(2, "zigzag"), 2),
+        plans.with_tensor(plans.ring(2, "striped"), 2),
+        plans.with_tensor(plans.ulysses(2), 2),
+        plans.with_data(plans.megatron(2), 2),
+    ],
+    ids=plans.name,
+)
+@pytest.mark.parametrize("spec", [EVEN, TIED], ids=["even", "tied"])
+def test_parity(pools: Pools, plan: plans.Plan, spec: Spec) -> None:
+    check_parity(pools, Case(plan, spec, CALLS if spec is EVEN else (Call(),)))
+
+
+@pytest.mark.distributed
+def test_vocabulary_that_does_not_divide_stays_whole(pools: Pools) -> None:
+    check_parity(pools, Case(plans.megatron(2), M0))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("seq", [12, 8, 6, 14])
+def test_case_6_length_factor(pools: Pools, seq: int) -> None:
+    plan = plans.with_tensor(plans.ring(2, "zigzag"), 2)
+    exact = check_parity_or_refused(pools, Case(plan, EVEN, (Call({"seq": seq}),)), "4")
+    assert exact == (seq % 4 == 0)
