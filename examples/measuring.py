@@ -23,7 +23,6 @@ class Run:
     """One training run as one process saw it."""
 
     name: str
-    threads: int
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     compile_s: float = 0.0

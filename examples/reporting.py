@@ -31,7 +31,7 @@ def progress(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(highlight=False)) as bar:
         task = bar.add_task(run.name, total=steps)
-        bar.console.print(f"\n{run.name}, {run.threads} CPU threads in each process")
+        bar.console.print(f"\n{run.name}")
 
         def shown() -> None:
             bar.advance(task)
@@ -58,7 +58,7 @@ def summary(beside: Run | None, runs: list[Run], tokens: int, errors: list[float
     table = Table(box=SIMPLE, padding=0, pad_edge=False)
     table.add_column("", no_wrap=True)
     for head in (
-        "threads", "compile s", "step s", "tokens/s", "peak MiB", "saved MiB", "last loss",
+        "compile s", "step s", "tokens/s", "peak MiB", "saved MiB", "last loss",
     ):  # fmt: skip
         table.add_column(head, justify="right", no_wrap=True)
     named = [("one process", beside)] if beside else []
@@ -66,7 +66,6 @@ def summary(beside: Run | None, runs: list[Run], tokens: int, errors: list[float
         later = median(run.seconds[1:] or run.seconds)
         table.add_row(
             name,
-            str(run.threads),
             f"{run.compile_s:.1f}" if run.compile_s else "",
             f"{later:.2f}",
             f"{tokens / later:,.0f}",
@@ -77,7 +76,7 @@ def summary(beside: Run | None, runs: list[Run], tokens: int, errors: list[float
     console.print(table)
     console.print(
         "step:     median over all steps but the first\n"
-        "tokens/s: of the whole batch\n"
+        "tokens/s: of the whole batch; one CPU thread, or one GPU, in each process\n"
         "peak:     resident memory, with Python and torch (on a GPU: allocated on it)\n"
         "saved:    activations kept for backward, each storage once, no parameters"
     )

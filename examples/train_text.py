@@ -6,7 +6,7 @@ beside one process that does the same without it.
 
 Both see the same data, seed and optimizer, so the two loss curves should be one. With a GPU for
 each rank the ranks use NCCL and CUDA, else gloo and the CPU. The one process runs before the
-ranks, not beside them, and gets as many CPU threads as all ranks of a machine together.
+ranks, not beside them. Every process computes with one CPU thread, as each would with one GPU.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Config:
     learning_rate: float = 3e-3
     seed: int = 0
     text_bytes: int = 8 * 2**20
+    threads: int = 1
     reference: bool = True
     out: Path = Path("loss.png")
 
@@ -162,7 +163,7 @@ def train(
     """Trains on ids [b, S] of `data` and measures; `after_first` finds the first gradients."""
     device = next(model.parameters()).device
     optimizer = build_optimizer(config, model)
-    run = Run(name, threads=torch.get_num_threads())
+    run = Run(name)
     with reporting.progress(run, config.steps, beside, quiet=quiet) as shown:
         for step, ids in enumerate(data):
             start = time.perf_counter()
@@ -179,9 +180,9 @@ def train(
 # --- one process ------------------------------------------------------------------------------
 
 
-def one_process(_: int, config: Config, slices: int, kind: str, threads: int, file: Path) -> None:
+def one_process(_: int, config: Config, slices: int, kind: str, file: Path) -> None:
     """The same training without seqcomp; leaves its measurements and first gradients in `file`."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(config.threads)
     model = build_model(config, torch.device(kind))
     first: dict[str, Tensor] = {}
     run = train(
@@ -199,9 +200,8 @@ def run_one_process(config: Config, plan: Plan, local_ranks: int, folder: str) -
     if not config.reference:
         return None
     kind = "cuda" if on_gpus(local_ranks) else "cpu"
-    threads = min(cores(), local_ranks * threads_of_a_rank(local_ranks))
     file = Path(folder) / "one_process.pt"
-    start_processes(config, one_process, 1, slices_of(plan), kind, threads, file)
+    start_processes(config, one_process, 1, slices_of(plan), kind, file)
     return file
 
 
@@ -215,7 +215,7 @@ def run_rank(config: Config, plan: Plan, one_process_file: Path | None) -> None:
     """
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    torch.set_num_threads(threads_of_a_rank(local_ranks))
+    torch.set_num_threads(config.threads)
     device = torch.device("cuda", local_rank) if on_gpus(local_ranks) else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -286,16 +286,6 @@ def slice_of(plan: Plan, mesh: DeviceMesh) -> int:
 
 
 # --- starting ---------------------------------------------------------------------------------
-
-
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def threads_of_a_rank(local_ranks: int) -> int:
-    """CPU threads of one of `local_ranks` ranks on this machine."""
-    return max(1, cores() // local_ranks)
 
 
 def on_gpus(local_ranks: int) -> bool:

@@ -134,6 +134,26 @@ class ReduceScatter(Op):
 
 
 @dataclass(frozen=True)
+class AllToAll(Op):
+    """Shard(gather_dim) -> Shard(scatter_dim) over axes, in one exchange."""
+
+    scatter_dim: int
+    gather_dim: int
+    axes: tuple[str, ...]
+    label: str = ""
+    __name__ = "all_to_all"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm = rank.context.comm(self.axes)
+        return lambda x: collectives.all_to_all(
+            x, self.scatter_dim, self.gather_dim, comm, label=self.label
+        )
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
 class OwnCotangent(Op):
     """Identity at a module's output: a replicated cotangent becomes partial over axes."""
 

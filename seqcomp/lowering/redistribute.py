@@ -15,7 +15,7 @@ from seqcomp.capture.edit import module_path, scope_of
 from seqcomp.capture.sizes import Size, SizeEmitter, common, divide, product
 from seqcomp.lowering import ops
 from seqcomp.placement.rule import MeshView
-from seqcomp.placement.spec import Dim, Factor, Spec
+from seqcomp.placement.spec import Dim, Factor, Spec, merged
 from seqcomp.runtime.collectives import Cotangent
 
 aten = torch.ops.aten
@@ -61,10 +61,34 @@ class Redistributor:
             value = self.call(
                 ops.AllReduce(sum_axes, "partial", label), (value,), before, scope, node
             )
-        for index, (old, new) in enumerate(zip(have.dims, want.dims, strict=True)):
-            if old != new:
-                value = self._reshard_dim(value, index, old, new, want, before, scope, label)
+        exchange = self._exchanged(have, want)
+        if exchange is not None:
+            op = ops.AllToAll(*exchange, label)
+            return self.call(op, (value,), before, scope, node)
+        # Everything is gathered before anything is cut: an axis that moves from one dim to
+        # another would otherwise cut values that it is about to gather.
+        between = [_kept(old, new) for old, new in zip(have.dims, want.dims, strict=True)]
+        for index, (old, new) in enumerate(zip(have.dims, between, strict=True)):
+            value = self._reshard_dim(value, index, old, new, before, scope, label)
+        for index, (old, new) in enumerate(zip(between, want.dims, strict=True)):
+            value = self._reshard_dim(value, index, old, new, before, scope, label)
         return value
+
+    def _exchanged(self, have: Spec, want: Spec) -> tuple[int, int, tuple[str, ...]] | None:
+        """(dim to cut, dim to gather, axes) where the tensor axis moves from one dim to another."""
+        axes = (self._mesh.tensor,) if self._mesh.tensor else ()
+        moved = [
+            (i, old[0].axes, new[0].axes)
+            for i, (old, new) in enumerate(zip(have.dims, want.dims, strict=True))
+            if old != new and len(old) == len(new) == 1
+        ]
+        changed = sum(old != new for old, new in zip(have.dims, want.dims, strict=True))
+        if not axes or len(moved) != 2 or changed != 2 or have.partial != want.partial:
+            return None
+        for (i, old_i, new_i), (j, old_j, new_j) in (moved, moved[::-1]):
+            if old_i == (*new_i, *axes) and new_j == (*old_j, *axes):
+                return j, i, axes
+        return None
 
     @staticmethod
     def _scatter_dim(have: Spec, want: Spec, axes: tuple[str, ...]) -> int | None:
@@ -80,7 +104,6 @@ class Redistributor:
         index: int,
         old: Dim,
         new: Dim,
-        want: Spec,
         before: Node,
         scope: dict[str, Any],
         label: str,
@@ -151,6 +174,14 @@ class Redistributor:
         node.meta["nn_module_stack"] = scope
         node.meta["source"] = like.meta.get("source", like)
         return node
+
+
+def _kept(old: Dim, new: Dim) -> Dim:
+    """The dim with the axes that it has before and after."""
+    steps = refine(old, new)
+    return merged(
+        tuple(Factor(size, tuple(a for a in was if a in will)) for size, was, will in steps)
+    )
 
 
 def _floordiv(total: int, degree: int) -> int:
