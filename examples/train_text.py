@@ -55,7 +55,7 @@ class Config:
     """The recipe. Lengths are in bytes of text; `sequences` is the batch of one data rank."""
 
     plan: str = str(PLANS / "usp_2x2.yaml")
-    steps: int = 30
+    steps: int = 24
     seq_len: int = 4096
     sequences: int = 1
     layers: int = 3

@@ -36,6 +36,7 @@ def local_values(
         for node in program.flat.nodes:
             if node.op == "placeholder":
                 values[node] = _given(node, inputs.get(node.name), batch, length)
+                values[node] = _cut(values[node], program, node.name, degrees)
             elif node.op == "call_function":
                 args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                 if isinstance(node.target, ops.Op):
@@ -99,6 +100,15 @@ def _given(node: Node, dims: InputDims | None, batch: int | None, length: int | 
     )
 
 
+def _cut(value: Any, program: Program, name: str, degrees: Mapping[str, int]) -> Any:
+    """This rank's part of a parameter that an axis divides."""
+    cut = program.cuts.get(program.capture.state.get(name, ""))
+    if cut is None:
+        return value
+    part: Tensor = value.detach().chunk(degrees[cut.axis], cut.dim)[0]
+    return torch.empty_like(part).requires_grad_(value.requires_grad)
+
+
 def _imitate(
     node: Node, op: ops.Op, args: Any, degrees: Mapping[str, int], fake: FakeTensorMode
 ) -> Tensor:
@@ -118,5 +128,23 @@ def _imitate(
             return x.narrow(op.dim, 0, x.shape[op.dim] // degree)
         case ops.Gather():
             return torch.cat([args[0]] * degree, op.dim)
-    assert isinstance(op, ops.AllReduce | ops.OwnCotangent | ops.SumGradient), op
+        case ops.AllToAll():
+            (x,) = args
+            part = x.narrow(op.scatter_dim, 0, x.shape[op.scatter_dim] // degree)
+            return torch.cat([part] * degree, op.gather_dim)
+        case ops.ColumnLinear():
+            x, _, weight, bias, _ = args
+            return torch.nn.functional.linear(x, weight, bias)
+        case ops.Remember():
+            return args[0]
+        case ops.VocabularyEmbedding():
+            weight, index = args
+            return torch.nn.functional.embedding(index, weight)
+        case ops.VocabularyLoss():
+            logits = args[0].sum(op.classes if args[0].dim() > 1 else 0)
+            return logits.sum() if op.reduce else logits
+        case ops.OwnHeads():
+            return args[0].narrow(1, 0, 1)
+    same = ops.AllReduce | ops.OwnCotangent | ops.SumGradient | ops.LocalPart
+    assert isinstance(op, same), op
     return args[0].view_as(args[0])

@@ -20,7 +20,9 @@ from seqcomp.strategies.base import AttentionShape, Kind, Phase
 from seqcomp.strategies.compose import attention_steps
 
 # Operations over a group that send nothing.
-_SILENT = (ops.Shard, ops.OwnCotangent, ops.SumGradient)
+_SILENT = (
+    ops.Shard, ops.OwnCotangent, ops.SumGradient, ops.VocabularyEmbedding, ops.OwnHeads,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def kernel_rows(
         info: AttentionInfo | None = node.meta.get("attention")
         if info is None:
             continue
-        q, k, v = _operands(node, values)[:3]
+        q, _, v = _operands(node, values)[:3]
         dtype, op = values[node].dtype, node.target
         divided = isinstance(op, ops.Attention)
         rows.append(
@@ -102,8 +104,8 @@ def kernel_rows(
                 module=info.where,
                 kernel=kernels.choose(device, dtype, q.shape[3], v.shape[3]) if divided else "sdpa",
                 dtype=str(dtype).removeprefix("torch."),
-                heads=q.shape[1],
-                kv_heads=k.shape[1],
+                heads=info.heads,
+                kv_heads=info.kv_heads,
                 head_dim=q.shape[3],
                 mask=type(info.mask).__name__.lower() if info.mask else info.mask_found,
                 layout=program.layout.kind,
@@ -140,6 +142,13 @@ def _rows_of(
             yield row("reduce_scatter", size // degree * (degree - 1), "forward")
             if backward:
                 yield row("all_gather", size // degree * (degree - 1), "backward")
+        case ops.AllToAll():
+            yield row("all_to_all", size // degree * (degree - 1), "forward")
+            if backward:
+                yield row("all_to_all", size // degree * (degree - 1), "backward")
+        case ops.Remember() | ops.VocabularyLoss():
+            for kind, sent, phase in _tensor_parallel(node, op, operand, values, degree):
+                yield row(kind, sent, phase)
         case ops.AllReduce():
             yield row("all_reduce", 2 * (degree - 1) * size // degree, "forward")
             if backward and op.cotangent == "partial":
@@ -153,6 +162,28 @@ def _rows_of(
             assert isinstance(op, _SILENT), f"the report does not know what {op} sends"
 
 
+def _tensor_parallel(
+    node: Node,
+    op: ops.Remember | ops.VocabularyLoss,
+    operand: Tensor,
+    values: Mapping[Node, Any],
+    degree: int,
+) -> Iterator[tuple[Kind, int, Phase]]:
+    """What Megatron-SP sends besides its gathers and scatters, as (kind, bytes, phase)."""
+    size = operand.numel() * operand.element_size()
+    if isinstance(op, ops.Remember):
+        if any(_operands(user, values)[2].requires_grad for user in node.users):
+            yield "all_gather", (degree - 1) * size, "backward"
+        return
+    tokens = operand.numel() // operand.shape[op.classes if operand.dim() > 1 else 0]
+    wide = tokens * max(operand.element_size(), 4)
+    yield "all_reduce", 2 * (degree - 1) * wide // degree, "forward"
+    yield "all_reduce", 2 * (degree - 1) * 2 * wide // degree, "forward"
+    if values[node].requires_grad:
+        narrow = tokens * operand.element_size()
+        yield "all_reduce", 2 * (degree - 1) * narrow // degree, "backward"
+
+
 def _attention(
     node: Node, op: ops.Attention, values: Mapping[Node, Any], resolved: ResolvedPlan
 ) -> Iterator[CommRow]:
@@ -160,7 +191,7 @@ def _attention(
     element = values[node].element_size()
     shape = AttentionShape(
         batch=q.shape[0],
-        length=q.shape[2] * resolved.sequence_size,
+        length=q.shape[2] * resolved.ring_size * resolved.ulysses_size,
         heads=q.shape[1] * resolved.tensor_size,
         kv_heads=k.shape[1] * resolved.tensor_size,
         head_dim=q.shape[3],
