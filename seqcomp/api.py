@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from seqcomp.capture.facts import example_call
 from seqcomp.diagnostics import PlanError, diagnostic
-from seqcomp.lowering.compiled import CompiledModule, ProgramCache, compiled_of
+from seqcomp.lowering.compiled import CompiledModule, compiled_of
 from seqcomp.lowering.consensus import agree
+from seqcomp.lowering.program import ProgramCache
 from seqcomp.plan.load import dump_plan, load_plan
 from seqcomp.plan.resolve import ResolvedPlan, resolve
 from seqcomp.plan.schema import Plan

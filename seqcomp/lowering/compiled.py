@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import threading
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,10 +19,11 @@ from seqcomp.capture.call import Call, InputDims, bind_call, classify_inputs, si
 from seqcomp.capture.facts import makes_cache
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
-from seqcomp.lowering.consensus import Consensus
+from seqcomp.lowering.consensus import Consensus, internal_failure
 from seqcomp.lowering.parameters import CutParameters
 from seqcomp.lowering.program import (
     Program,
+    ProgramCache,
     install,
     original_forwards,
     replace_forward,
@@ -36,6 +35,7 @@ from seqcomp.lowering.variants import (
     CallSizes,
     Variant,
     build_program,
+    describe_call,
     fingerprint,
     mesh_view,
     sizes_of,
@@ -217,7 +217,7 @@ class CompiledModule:
             bound = self._bind(args, kwargs)
         except PlanError as error:
             failure = error
-        self._consensus.on_call(failure, _describe(bound) if bound else {})
+        self._consensus.on_call(failure, describe_call(bound) if bound else {})
         assert bound is not None
         call, dims, sizes, variant = bound
         found = self._lookup(variant, sizes)
@@ -290,7 +290,7 @@ class CompiledModule:
         except PlanError as error:
             failure = error
         except Exception as error:
-            failure = _internal(error, self._where)
+            failure = internal_failure(error, self._where)
         if program is not None and failure is None:
             failure = self._other_cuts(program)
         self._consensus.on_compile(
@@ -352,55 +352,6 @@ class CompiledModule:
             digest.update(str(flat[::step].double().sum().item()).encode())
             digest.update(str(flat[::step].double().abs().sum().item()).encode())
         return digest.hexdigest()[:16]
-
-
-class ProgramCache:
-    """Programs by what they depend on; ranks that share a process share one cache."""
-
-    def __init__(self) -> None:
-        self._programs: dict[Any, Program] = {}
-        self._lock = threading.Lock()  # captures change state of torch that threads share
-
-    def get(self, key: Any, build: Callable[[str], Program]) -> Program:
-        with self._lock:
-            if key not in self._programs:
-                self._programs[key] = build(f"p{len(self._programs)}")
-            return self._programs[key]
-
-
-def _describe(
-    bound: tuple[Call, tuple[InputDims | None, ...], CallSizes, Variant],
-) -> dict[str, str]:
-    """What ranks must agree on, per argument."""
-    call, _, _, variant = bound
-    result = {
-        name: f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-        if isinstance(leaf, Tensor)
-        else repr(leaf)
-        for name, leaf in zip(call.names, call.leaves, strict=True)
-    }
-    result["modes"] = hashlib.sha256(repr(variant).encode()).hexdigest()[:12]
-    result["training"] = str(any(variant.modes))
-    result["grad mode"] = variant.grad
-    return result
-
-
-def _internal(error: Exception, where: str) -> PlanError:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    text = str(error).partition("\n")[0]
-    failure = PlanError(
-        [
-            diagnostic(
-                "SC312",
-                where=where,
-                found=f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})",
-                legal="",
-                help="this is a fault of seqcomp: please report it with the model",
-            )
-        ]
-    )
-    failure.__cause__ = error
-    return failure
 
 
 def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
@@ -134,3 +136,22 @@ def _lost(error: RankLostError) -> Diagnostic:
         legal=f"every rank makes the same calls within {_TIMEOUT_S:g} s",
         help="look at the output of the other ranks: one has probably ended or is stuck",
     )
+
+
+def internal_failure(error: Exception, where: str) -> PlanError:
+    """An exception of our own as an error that all ranks can raise."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error).partition("\n")[0]
+    failure = PlanError(
+        [
+            diagnostic(
+                "SC312",
+                where=where,
+                found=f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})",
+                legal="",
+                help="this is a fault of seqcomp: please report it with the model",
+            )
+        ]
+    )
+    failure.__cause__ = error
+    return failure

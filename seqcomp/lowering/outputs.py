@@ -9,7 +9,10 @@ from seqcomp.capture.sizes import evaluate
 from seqcomp.diagnostics import diagnostic
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import Graph, LoweringContext
-from seqcomp.placement.spec import Spec
+from seqcomp.lowering.redistribute import Redistributor
+from seqcomp.lowering.sizes import size_emitter
+from seqcomp.placement.spec import Factor, Spec
+from seqcomp.runtime.collectives import Cotangent
 
 _GIB = 2**30
 
@@ -55,6 +58,10 @@ def _finish(
     if spec.partial:
         value = call(ops.AllReduce(spec.partial, "replicated", name), value)
         touched |= set(spec.partial)
+    if mode == "sharded":
+        want = _by_tokens(context, spec)
+        if want != spec:
+            return _redistributed(graph, context, leaf, spec, want, output, "partial")
     cut = [i for i in range(len(spec.dims)) if set(spec.axes_of(i)) & set(sequence)]
     if cut and mode == "full":
         if any(len(spec.dims[index]) > 1 for index in cut):
@@ -72,12 +79,37 @@ def _whole_flat(
     graph: Graph, context: LoweringContext, name: str, leaf: Node, spec: Spec, output: Node
 ) -> Node:
     """[B*S, ...] outputs: gathered through [B, S, ...]; the batch part stays cut."""
-    from seqcomp.lowering.passes import size_emitter
-    from seqcomp.lowering.redistribute import Redistributor
-
-    made = Redistributor(graph, context.mesh, size_emitter(graph, context), cotangent="replicated")
     _report_large(context, name, leaf)
-    return made.get(leaf, spec, spec.without(context.mesh.sequence), output)
+    want = spec.without(context.mesh.sequence)
+    return _redistributed(graph, context, leaf, spec, want, output, "replicated")
+
+
+def _by_tokens(context: LoweringContext, spec: Spec) -> Spec:
+    """A value whose features the tensor axis cuts, cut by tokens over all sequence axes instead."""
+    axis = context.mesh.tensor
+    if axis is None:
+        return spec
+    outer = tuple(a for a in context.mesh.sequence if a != axis)
+    bare = spec.without([axis])
+    for index, dim in enumerate(bare.dims):
+        for at, factor in enumerate(dim):
+            if factor.size == context.capture.length and factor.axes == outer:
+                cut = Factor(factor.size, context.mesh.sequence)
+                return bare.with_dim(index, (*dim[:at], cut, *dim[at + 1 :]))
+    return spec
+
+
+def _redistributed(
+    graph: Graph,
+    context: LoweringContext,
+    leaf: Node,
+    have: Spec,
+    want: Spec,
+    output: Node,
+    cotangent: Cotangent,
+) -> Node:
+    made = Redistributor(graph, context.mesh, size_emitter(graph, context), cotangent=cotangent)
+    return made.get(leaf, have, want, output)
 
 
 def _report_large(context: LoweringContext, name: str, leaf: Node) -> None:

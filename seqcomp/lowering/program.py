@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,20 @@ class Program:
             n.target.axes_used() for n in self.flat.nodes if isinstance(n.target, ops.Op)
         )
         return tuple(axes for axes in used if axes)
+
+
+class ProgramCache:
+    """Programs by what they depend on; ranks that share a process share one cache."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Any, Program] = {}
+        self._lock = threading.Lock()  # captures change state of torch that threads share
+
+    def get(self, key: Any, build: Callable[[str], Program]) -> Program:
+        with self._lock:
+            if key not in self._programs:
+                self._programs[key] = build(f"p{len(self._programs)}")
+            return self._programs[key]
 
 
 def install(program: Program, module: torch.nn.Module, rank: ops.RankBinding) -> Callable[..., Any]:

@@ -294,3 +294,20 @@ def fingerprint(program: Program) -> str:
         and not isinstance(n.target, ops.Constant)
     )  # fmt: skip
     return hashlib.sha256((text + targets).encode()).hexdigest()[:16]
+
+
+def describe_call(
+    bound: tuple[Call, tuple[InputDims | None, ...], CallSizes, Variant],
+) -> dict[str, str]:
+    """What ranks must agree on, per argument."""
+    call, _, _, variant = bound
+    result = {
+        name: f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        if isinstance(leaf, torch.Tensor)
+        else repr(leaf)
+        for name, leaf in zip(call.names, call.leaves, strict=True)
+    }
+    result["modes"] = hashlib.sha256(repr(variant).encode()).hexdigest()[:12]
+    result["training"] = str(any(variant.modes))
+    result["grad mode"] = variant.grad
+    return result

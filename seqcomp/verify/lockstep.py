@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from seqcomp.api import attach, of
-from seqcomp.lowering.compiled import ProgramCache
+from seqcomp.lowering.program import ProgramCache
 from seqcomp.plan.load import load_plan
 from seqcomp.plan.resolve import ResolvedPlan, resolve
 from seqcomp.plan.schema import Plan

@@ -13,19 +13,15 @@ from torch import Tensor
 
 from seqcomp.placement import assign
 from seqcomp.runtime.threads import run_ranks
-from tests.unit.placement import forced
 from tests.unit.placement.forced import (
     DATA_RING,
     SHAPES,
     SPECIAL_RULES_WITH_FORCE,
     USP,
-    B,
     Case,
     D,
     Idiom,
     Idioms,
-    Mesh,
-    S,
     capture_idioms,
     cases_of,
     cut,
