@@ -12,11 +12,8 @@ ranks, not beside them. Every process computes with one CPU thread, as each woul
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import os
-import socket
-import sys
 import sysconfig
 import tempfile
 import time
@@ -30,7 +27,7 @@ from typing import Any
 import reporting
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from launching import free_port, on_gpus, refuse, set_up_as_torchrun, start_processes
 from measuring import (
     Run,
     Sent,
@@ -201,7 +198,7 @@ def run_one_process(config: Config, plan: Plan, local_ranks: int, folder: str) -
         return None
     kind = "cuda" if on_gpus(local_ranks) else "cpu"
     file = Path(folder) / "one_process.pt"
-    start_processes(config, one_process, 1, slices_of(plan), kind, file)
+    start_processes(one_process, 1, config.time_limit_s, config, slices_of(plan), kind, file)
     return file
 
 
@@ -288,32 +285,6 @@ def slice_of(plan: Plan, mesh: DeviceMesh) -> int:
 # --- starting ---------------------------------------------------------------------------------
 
 
-def on_gpus(local_ranks: int) -> bool:
-    """Whether every rank of this machine can have a GPU."""
-    return torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
-
-
-def start_processes(config: Config, main: Callable[..., None], number: int, *args: Any) -> None:
-    """Runs `main(index, config, *args)` in new processes and waits for them.
-
-    Raises SystemExit when one of them ends itself, TimeoutError past the time limit.
-    """
-    end = time.monotonic() + config.time_limit_s
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
-    running = mp.start_processes(
-        main, (config, *args), number, join=False, daemon=True, start_method="spawn"
-    )
-    try:
-        while not running.join(timeout=1.0):
-            if time.monotonic() > end:
-                raise TimeoutError(f"{main.__name__} took more than {config.time_limit_s:.0f} s")
-    except mp.ProcessExitedException as error:
-        raise SystemExit(error.exit_code) from None
-    finally:
-        for process in running.processes:
-            process.kill()
-
-
 def join_ranks(config: Config, plan: Plan, one_process_file: Path | None) -> None:
     """`run_rank` inside a process group. A PlanError, the same on all ranks, is shown once."""
     backend = "nccl" if on_gpus(int(os.environ["LOCAL_WORLD_SIZE"])) else "gloo"
@@ -328,15 +299,8 @@ def join_ranks(config: Config, plan: Plan, one_process_file: Path | None) -> Non
 def spawned_rank(
     rank: int, config: Config, plan: Plan, world: int, port: int, file: Path | None
 ) -> None:
-    """What torchrun would set up, for a rank that this script started."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    """One rank of those that this script starts."""
+    set_up_as_torchrun(rank, world, port)
     try:
         join_ranks(config, plan, file)
     except PlanError as error:
@@ -359,19 +323,15 @@ def on_this_machine(config: Config) -> None:
     world = math.prod(plan.mesh.values())
     with tempfile.TemporaryDirectory() as folder:
         file = run_one_process(config, plan, world, folder)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        start_processes(config, spawned_rank, world, plan, world, port, file)
+        arguments = (config, plan, world, free_port(), file)
+        start_processes(spawned_rank, world, config.time_limit_s, *arguments)
 
 
-def refuse(error: PlanError) -> None:
-    """Ends this process with the text of the error, without a traceback."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(error, file=sys.stderr, flush=True)
-    else:
-        time.sleep(1)  # launchers end all ranks at the first exit: rank 0 speaks first
-    raise SystemExit(1)
+def count(text: str) -> int:
+    """A number of the command line that is at least 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def parse(arguments: list[str] | None = None) -> Config:
@@ -381,9 +341,9 @@ def parse(arguments: list[str] | None = None) -> Config:
     )
     defaults = Config()
     parser.add_argument("--plan", default=defaults.plan, help="a YAML file, or a preset: ring_4")
-    parser.add_argument("--steps", type=int, default=defaults.steps)
-    parser.add_argument("--seq-len", type=int, default=defaults.seq_len, help="bytes of text")
-    parser.add_argument("--layers", type=int, default=defaults.layers)
+    parser.add_argument("--steps", type=count, default=defaults.steps)
+    parser.add_argument("--seq-len", type=count, default=defaults.seq_len, help="bytes of text")
+    parser.add_argument("--layers", type=count, default=defaults.layers)
     parser.add_argument("--out", type=Path, default=defaults.out, help="where the picture goes")
     parser.add_argument(
         "--no-reference", dest="reference", action="store_false",

@@ -212,7 +212,8 @@ def _inferred_dims(
         dims[0] = SEQ if shape[0] == length else BATCH if shape[0] == batch else None
         return tuple(dims)
     square = len(shape) == 2 and shape[0] == shape[1] == length != batch
-    leading_extra = len(shape) == 3 and shape[1:] == (batch, length) and shape[0] != batch
+    extra = shape[:1] != (batch,) or name in ("position_ids", "positions")  # [axes, batch, seq]
+    leading_extra = len(shape) == 3 and shape[1:] == (batch, length) and extra
     start = 0
     if leading_extra:
         dims[1], start = BATCH, 2

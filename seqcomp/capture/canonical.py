@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
 from seqcomp.capture.export import Capture
+from seqcomp.capture.kinds import is_pointwise
 from seqcomp.capture.losses import mean_loss_pass, shift_labels_pass
 from seqcomp.diagnostics import PlanError, diagnostic
 
@@ -31,6 +32,8 @@ def canonicalise(capture: Capture) -> Capture:
         refuse_random_pass,
         shift_labels_pass,
         mean_loss_pass,
+        fixed_squeezes_pass,
+        separate_operands_pass,
     ):
         step(capture)
         capture.graph.eliminate_dead_code()
@@ -115,9 +118,11 @@ def functional_pass(capture: Capture) -> None:
         schema = node.target._schema
         if not schema.is_mutable:
             continue
-        if schema.name in ("aten::dropout_", "aten::feature_dropout_"):
+        if op_name(node) in _DROPOUTS:
             continue
         base = node.args[0]
+        if op_name(node) == "aten.copy_" and _copy_whole(capture, editor, node):
+            continue
         plain = getattr(aten, schema.name.removeprefix("aten::").rstrip("_"), None)
         overload = getattr(plain, node.target._overloadname, None) if plain else None
         later = _later_users(base, node) if isinstance(base, Node) else []
@@ -127,7 +132,7 @@ def functional_pass(capture: Capture) -> None:
             or not isinstance(base, Node)
             or base.op == "placeholder"
             or _may_alias(base)
-            or any(_is_view(user) for user in base.users if user is not node)
+            or any(_may_alias(user) for user in base.users if user is not node)
         ):
             raise PlanError(
                 [
@@ -141,9 +146,32 @@ def functional_pass(capture: Capture) -> None:
                 ]
             )
         new = editor.call(overload, node.args, node.kwargs, before=node)
+        dtype = base.meta["val"].dtype
+        if new.meta["val"].dtype != dtype:  # the result is written into the narrower operand
+            new = editor.call(aten.to.dtype, (new, dtype), before=node)
         for user in later:
             user.replace_input_with(base, new)
         editor.replace(node, new)
+
+
+def _copy_whole(capture: Capture, editor: Editor, node: Node) -> bool:
+    """x.copy_(y) of the same shape makes every later x the value of y; False for other copies."""
+    base, value = node.args[:2]
+    if not (is_tensor(base) and is_tensor(value)) or base.op == "placeholder":
+        return False
+    if capture.shape(base) != capture.shape(value) or _may_alias(base):
+        return False
+    if any(_may_alias(user) for user in base.users if user is not node):
+        return False
+    dtype = base.meta["val"].dtype
+    if value.meta["val"].dtype == dtype:
+        new = editor.call(aten.clone.default, (value,), before=node)
+    else:
+        new = editor.call(aten.to.dtype, (value, dtype), before=node)
+    for user in _later_users(base, node):
+        user.replace_input_with(base, new)
+    editor.replace(node, new)
+    return True
 
 
 def _later_users(base: Node, node: Node) -> list[Node]:
@@ -158,10 +186,15 @@ def _is_view(node: Node) -> bool:
     )
 
 
+_DROPOUTS = ("aten.dropout", "aten.dropout_", "aten.feature_dropout", "aten.feature_dropout_")
+_RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
 _MAY_RETURN_INPUT = ("aten.to", "aten.contiguous", "aten.reshape", "aten.dropout", "aten.type_as")
 
 
 def _may_alias(node: Node) -> bool:
+    """Whether a value may share memory with an operand (parts of a split do, through getitem)."""
+    if node.target is operator.getitem:
+        return True
     return _is_view(node) or (node.op == "call_function" and op_name(node) in _MAY_RETURN_INPUT)
 
 
@@ -188,9 +221,14 @@ def _is_identity(capture: Capture, node: Node, source: Node) -> bool:
         return same and not argument(node, 3, "copy", False)
     if name in ("aten.expand", "aten.slice"):
         return capture.shape(node) == capture.shape(source)
-    if name in ("aten.dropout", "aten.feature_dropout"):
+    if name in _DROPOUTS:
         return not node.args[2] or node.args[1] == 0.0
     return False
+
+
+def _drops(node: Node) -> bool:
+    """Whether a recurrent layer has dropout that is on."""
+    return bool(argument(node, 6, "train", False)) and argument(node, 5, "dropout", 0.0) > 0
 
 
 def refuse_random_pass(capture: Capture) -> None:
@@ -200,7 +238,7 @@ def refuse_random_pass(capture: Capture) -> None:
         if node.op != "call_function":
             continue
         target = node.target
-        if op_name(node) in ("aten.dropout", "aten.feature_dropout", "aten.dropout_"):
+        if op_name(node) in _DROPOUTS:
             found.append((node, "SC913", f"dropout p={node.args[1]} in train mode"))
         elif (
             op_name(node) == "aten.scaled_dot_product_attention"
@@ -211,6 +249,7 @@ def refuse_random_pass(capture: Capture) -> None:
             isinstance(target, torch._ops.OpOverload)
             and torch.Tag.nondeterministic_seeded in target.tags
             and op_name(node) != "aten.scaled_dot_product_attention"
+            and not (op_name(node) in _RECURRENT and not _drops(node))
         ):
             found.append((node, "SC308", str(target)))
     if found:
@@ -228,3 +267,40 @@ def refuse_random_pass(capture: Capture) -> None:
                 for node, code, what in found
             ]
         )
+
+
+def fixed_squeezes_pass(capture: Capture) -> None:
+    """squeeze names the dims that are 1 in the whole: a local shard may have size 1 as well."""
+    editor = Editor(capture)
+    for node in list(capture.graph.nodes):
+        if node.op != "call_function" or op_name(node) != "aten.squeeze":
+            continue
+        source = node.args[0]
+        shape = capture.shape(source)
+        named = argument(node, 1, "dim")
+        if named is None:
+            named = list(range(len(shape)))
+        listed = named if isinstance(named, list | tuple) else [named]
+        gone = sorted({d % len(shape) for d in listed if shape and shape[d] == 1})
+        if not gone:
+            node.replace_all_uses_with(source)
+            capture.graph.erase_node(node)
+        else:
+            editor.replace(node, editor.call(aten.squeeze.dims, (source, gone), before=node))
+
+
+def separate_operands_pass(capture: Capture) -> None:
+    """An operand in two roles (x @ x, linear(h, h)) gets a name for each: roles differ in place."""
+    editor = Editor(capture)
+    for node in list(capture.graph.nodes):
+        if node.op != "call_function" or is_pointwise(node):
+            continue
+        seen: set[Node] = set()
+        args = list(node.args)
+        for index, item in enumerate(args):
+            if not is_tensor(item):
+                continue
+            if item in seen:
+                args[index] = editor.call(aten.alias.default, (item,), before=node)
+            seen.add(item)
+        node.args = tuple(args)

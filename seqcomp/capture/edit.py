@@ -47,7 +47,18 @@ def place_of(node: Node) -> str:
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    """An argument that may be given by position or by name."""
+    """An argument of a call, given by position or by name.
+
+    ATen calls are read by their schema, since overloads order their arguments differently;
+    `index` is the position in other calls. `default` stands for what was not given.
+    """
+    if isinstance(node.target, torch._ops.OpOverload):
+        names = [a.name for a in node.target._schema.arguments]
+        if name not in names:
+            return default
+        index = names.index(name)
+        given = node.args[index] if index < len(node.args) else node.kwargs.get(name)
+        return default if given is None else given
     if len(node.args) > index:
         return node.args[index]
     return node.kwargs.get(name, default)

@@ -7,6 +7,7 @@ about ranks. Batch and sequence are symbolic where the model allows it.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from seqcomp.capture.call import BATCH, SEQ, Call, InputDims
+from seqcomp.capture.guards import refuse_hidden_gradients
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, Size, expression
 from seqcomp.diagnostics import PlanError, diagnostic
 
@@ -73,19 +75,25 @@ def export_call(
     *,
     data_degree: int,
     where: str,
+    symbolic: bool = True,
 ) -> Capture:
-    """Captures `call` with the batch of all data ranks.
+    """Captures `call` with the batch of all data ranks, for any sizes where `symbolic`.
 
     Raises PlanError SC301 with the cause when torch.export cannot capture the module.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     leaves = [_example(leaf, dim, data_degree, fake_mode) for leaf, dim in _pairs(call, dims)]
     args, kwargs = pytree.tree_unflatten(leaves, call.treespec)
-    shapes = [_dynamic(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
-    arg_shapes, kwarg_shapes = pytree.tree_unflatten(shapes, call.treespec)
-    dynamic = tuple(arg_shapes) + tuple(kwarg_shapes.values())
+    shapes = [
+        _dynamic(leaf, dim) if symbolic else None for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    dynamic = _by_parameter(module, *pytree.tree_unflatten(shapes, call.treespec))
     try:
-        with _quiet(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        with (
+            _quiet(),
+            refuse_hidden_gradients(),
+            torch.autograd.graph.saved_tensors_hooks(_same, _same),
+        ):
             exported = torch.export.export(
                 module,
                 tuple(args),
@@ -110,6 +118,14 @@ def export_call(
             ]
         ) from error
     return _capture(exported, dims, fake_mode)
+
+
+def _by_parameter(
+    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Values of a call under the names of forward's parameters, *args and **kwargs nested."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    return dict(bound.arguments)
 
 
 def _pairs(call: Call, dims: Sequence[InputDims | None]) -> list[tuple[Any, InputDims | None]]:
@@ -208,6 +224,14 @@ def _capture(
             )
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     canonical, hints, batch, length = _canonical(placeholders, inputs, dims)
+    # A symbol with one legal value is that value: x [B, S, D] + table [8, D] fixes S only so.
+    fixed = {
+        canonical[symbol]: sympy.Integer(int(bounds.lower))
+        for symbol, bounds in exported.range_constraints.items()
+        if symbol in canonical and bounds.lower == bounds.upper
+    }
+    canonical = {symbol: fixed.get(target, target) for symbol, target in canonical.items()}
+    batch, length = (fixed.get(size, size) for size in (batch, length))
     output = graph.output_node()
     out_spec = exported.call_spec.out_spec
     ranges = {

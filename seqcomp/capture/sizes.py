@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 Size: TypeAlias = sympy.Expr
 
@@ -24,6 +25,10 @@ def expression(value: Any, canonical: Mapping[sympy.Symbol, Size]) -> Size:
     if isinstance(value, torch.SymInt):
         return sympy.expand(value.node.expr.xreplace(dict(canonical)))
     return sympy.Integer(int(value))
+
+
+class SpecialisedSizeError(Exception):
+    """A value has a fixed size where another has a symbolic one: the capture is for one size."""
 
 
 def divide(total: Size, part: Size) -> Size | None:
@@ -55,6 +60,15 @@ def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
     return int(size.subs(values))
 
 
+_TARGETS = {
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    FloorDiv: operator.floordiv,
+    Mod: operator.mod,
+    PythonMod: operator.mod,
+}
+
+
 class SizeEmitter:
     """Writes size expressions as graph nodes, each once, after a given node of the root."""
 
@@ -68,11 +82,11 @@ class SizeEmitter:
             return int(size)
         if size in self._nodes:
             return self._nodes[size]
-        target = operator.add if size.is_Add else operator.mul
+        target = _TARGETS.get(size.func, operator.mul)
         result: torch.fx.Node | int | None = None
         if size.is_Pow and size.exp.is_Integer and size.exp > 1:
             parts: tuple[Size, ...] = (size.base,) * int(size.exp)
-        elif size.is_Add or size.is_Mul:
+        elif size.func in _TARGETS:
             parts = size.args
         else:
             raise NotImplementedError(f"size {size}")

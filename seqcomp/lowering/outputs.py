@@ -58,6 +58,10 @@ def _finish(
     if spec.partial:
         value = call(ops.AllReduce(spec.partial, "replicated", name), value)
         touched |= set(spec.partial)
+    own = _own_batch(context, spec)
+    if own != spec:
+        leaf = _redistributed(graph, context, leaf, spec, own, output, "partial")
+        spec = own
     if mode == "sharded":
         want = _by_tokens(context, spec)
         if want != spec:
@@ -82,6 +86,17 @@ def _whole_flat(
     _report_large(context, name, leaf)
     want = spec.without(context.mesh.sequence)
     return _redistributed(graph, context, leaf, spec, want, output, "replicated")
+
+
+def _own_batch(context: LoweringContext, spec: Spec) -> Spec:
+    """Per-sample outputs cover the rank's own slice, also where the whole batch was computed."""
+    axes, batch = context.mesh.batch, context.capture.batch
+    if not axes or set(axes) & {*spec.axes, *spec.partial}:
+        return spec
+    for index, dim in enumerate(spec.dims):
+        if len(dim) == 1 and dim[0].size == batch and not dim[0].axes:
+            return spec.with_dim(index, (Factor(dim[0].size, axes),))
+    return spec
 
 
 def _by_tokens(context: LoweringContext, spec: Spec) -> Spec:

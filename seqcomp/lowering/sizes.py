@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from seqcomp.capture.edit import op_name
-from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, SizeEmitter
+from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, SizeEmitter, product
 from seqcomp.lowering.context import Graph, LoweringContext
 
 aten = torch.ops.aten
@@ -23,8 +23,10 @@ def global_sizes_pass(graph: Graph, context: LoweringContext) -> Graph:
     capture = context.capture
     emitter = size_emitter(graph, context)
     for node in list(graph.nodes):
-        if op_name(node) == "aten.sym_size" and "root_size" not in node.meta:
-            value = capture.shape(node.args[0])[node.args[1]]
+        name = op_name(node)
+        if name in ("aten.sym_size", "aten.sym_numel") and "root_size" not in node.meta:
+            shape = capture.shape(node.args[0])
+            value = shape[node.args[1]] if name == "aten.sym_size" else product(shape)
             node.replace_all_uses_with(emitter.emit(value, _first(graph)))
             graph.erase_node(node)
     return graph

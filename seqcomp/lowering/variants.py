@@ -16,6 +16,7 @@ from seqcomp.capture.canonical import canonicalise
 from seqcomp.capture.export import export_call
 from seqcomp.capture.facts import facts_of
 from seqcomp.capture.recognise import recognise_attention
+from seqcomp.capture.sizes import SpecialisedSizeError
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import LoweringContext, run_passes
@@ -24,6 +25,7 @@ from seqcomp.lowering.passes import PASSES
 from seqcomp.lowering.program import Program
 from seqcomp.lowering.scopes import ScopeBuilder
 from seqcomp.placement.rule import MeshView
+from seqcomp.plan.facts import ModelFacts
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.plan.rules import check_plan
 
@@ -154,6 +156,47 @@ def build_program(
                 )
             ]
         )
+    try:
+        graph, context, facts = _lowered(
+            module, call, dims, sizes, resolved, name=name, dump=dump, symbolic=True
+        )
+    except SpecialisedSizeError:
+        # Some operation fixed a size that others keep symbolic: one program for these sizes.
+        graph, context, facts = _lowered(
+            module, call, dims, sizes, resolved, name=name, dump=dump, symbolic=False
+        )
+    capture, attentions = context.capture, context.attentions
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    builder = ScopeBuilder(graph, capture.state, _aliases(module), name)
+    root = builder.build([placeholders[n] for n in capture.inputs])
+    layout = resolved.layout_for(sizes.length, facts.all_causal)
+    return Program(
+        name=name,
+        capture=capture,
+        flat=graph,
+        pieces=tuple(builder.pieces),
+        root=root,
+        out_spec=capture.out_spec,
+        attentions=attentions,
+        findings=tuple(dict.fromkeys(context.findings)),
+        layout=layout,
+        facts=facts,
+        cuts=_cuts(context),
+    )
+
+
+def _lowered(
+    module: torch.nn.Module,
+    call: Call,
+    dims: tuple[InputDims | None, ...],
+    sizes: CallSizes,
+    resolved: ResolvedPlan,
+    *,
+    name: str,
+    dump: Path | None,
+    symbolic: bool,
+) -> tuple[torch.fx.Graph, LoweringContext, ModelFacts]:
+    where, mesh = type(module).__name__, mesh_view(resolved)
     capture = export_call(module, call, dims, data_degree=mesh.degree(mesh.batch), where=where)
     canonicalise(capture)
     attentions = recognise_attention(capture, module)
@@ -175,25 +218,9 @@ def build_program(
         findings=[f for f in found if f.severity != "error"],
         dump=dump / name if dump is not None else None,
     )
-    graph = _lifted_constants(capture.graph, capture.constants, capture.state)
-    graph = run_passes(graph, context, PASSES)
-    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
-    builder = ScopeBuilder(graph, capture.state, _aliases(module), name)
-    root = builder.build([placeholders[n] for n in capture.inputs])
-    layout = resolved.layout_for(sizes.length, facts.all_causal)
-    return Program(
-        name=name,
-        capture=capture,
-        flat=graph,
-        pieces=tuple(builder.pieces),
-        root=root,
-        out_spec=capture.out_spec,
-        attentions=attentions,
-        findings=tuple(dict.fromkeys(context.findings)),
-        layout=layout,
-        facts=facts,
-        cuts=_cuts(context),
-    )
+    graph = run_passes(capture.graph, context, PASSES)
+    graph = _lifted_constants(graph, capture.constants, capture.state)
+    return graph, context, facts
 
 
 def _cuts(context: LoweringContext) -> dict[str, Cut]:

@@ -86,7 +86,10 @@ def _is_tensor_op(node: Node) -> bool:
         return True
     if isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value):
         return True
-    if any(is_tensor(n) for n in node.all_input_nodes) and op_name(node) != "aten.sym_size":
+    if any(is_tensor(n) for n in node.all_input_nodes) and op_name(node) not in (
+        "aten.sym_size",
+        "aten.sym_numel",
+    ):
         raise PlanError(
             [
                 diagnostic(

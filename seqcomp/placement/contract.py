@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
-from seqcomp.capture.edit import argument, is_tensor, op_name
+from seqcomp.capture.edit import argument, is_tensor, op_name, place_of
+from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.placement.rule import Decision, Env, Rule, summed, unsharded
 from seqcomp.placement.spec import Dim, Factor, Spec, merged, whole
 
@@ -169,6 +170,8 @@ def embedding_rule(node: Node, env: Env) -> Decision:
     """weight [V, D] looked up by indices of any placement."""
     weight, index = node.args[:2]
     spec = summed(env.spec(index))
+    if argument(node, 3, "scale_grad_by_freq", False) or argument(node, 4, "sparse", False):
+        raise _embedding_error(node)
     axis = env.mesh.tensor
     if env.role(node) == "vocabulary" and axis is not None:
         spec = spec.without([axis])
@@ -176,6 +179,22 @@ def embedding_rule(node: Node, env: Env) -> Decision:
         return Decision({weight: _own(weight, env), index: spec}, out, form="vocabulary")
     out = Spec((*spec.dims, whole(env.shape(node)[-1])))
     return Decision({weight: _whole(weight, env), index: spec}, out)
+
+
+def _embedding_error(node: Node) -> PlanError:
+    by_frequency = argument(node, 3, "scale_grad_by_freq", False)
+    name = "scale_grad_by_freq" if by_frequency else "sparse"
+    return PlanError(
+        [
+            diagnostic(
+                "SC302",
+                where=place_of(node),
+                found=f"an embedding with {name}=True",
+                legal=f"{name}=False",
+                help=f"build the embedding with {name}=False",
+            )
+        ]
+    )
 
 
 def einsum_rule(node: Node, env: Env) -> Decision | None:

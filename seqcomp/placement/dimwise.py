@@ -50,8 +50,8 @@ def along_rule(node: Node, env: Env) -> Decision:
     position, default = _ALONG[name]
     value = argument(node, position, "dims" if name in ("aten.flip", "aten.roll") else "dim",
                      default)  # fmt: skip
-    source, want, reason = _mixing(node, env, _dims(value, ndim))
-    wants = {source: want}
+    _, want, reason = _mixing(node, env, _dims(value, ndim))
+    wants = {n: _fit(want, env.shape(n)) for n in tensor_args(node)}  # diff may prepend others
     if is_tensor(node):
         out: Spec | tuple[Spec, ...] = _fit(want, env.shape(node))
     else:
@@ -73,7 +73,7 @@ _ALONG: dict[str, tuple[int, Any]] = {
     "aten._log_softmax": (1, -1), "aten.cumsum": (1, 0), "aten.cumprod": (1, 0),
     "aten.logcumsumexp": (1, 0), "aten.sort": (1, -1), "aten.argsort": (1, -1),
     "aten.topk": (2, -1), "aten.flip": (1, None), "aten.roll": (2, None), "aten.diff": (2, -1),
-    "aten.glu": (1, -1), "aten.cummax": (1, 0), "aten.cummin": (1, 0), "aten.unfold": (1, 0),
+    "aten.glu": (1, -1), "aten.cummax": (1, 0), "aten.cummin": (1, 0),
     "aten.tril": (9, [-2, -1]), "aten.triu": (9, [-2, -1]),
 }  # fmt: skip
 
@@ -85,12 +85,10 @@ def reduce_rule(node: Node, env: Env) -> Decision:
     if len(node.args) > 1 and is_tensor(node.args[1]):
         return pointwise_rule(node, env)  # max(a, b) and min(a, b)
     ndim = len(env.shape(source))
-    position = 2 if name in ("aten.linalg_vector_norm", "aten.norm") else 1
-    named = len(node.args) > position or "dim" in node.kwargs
-    dims = _dims(argument(node, position, "dim") if named else None, ndim)
-    keep = bool(argument(node, position + 1, "keepdim", False)) and named
-    if name in ("aten.std", "aten.var", "aten.prod") and keep is False:
-        keep = bool(node.kwargs.get("keepdim", False))
+    given = argument(node, 1, "dim")
+    named = given is not None and given != []
+    dims = _dims(given if named else None, ndim)
+    keep = bool(argument(node, 2, "keepdim", False))
     spec = env.spec(source)
     additive = name in ("aten.sum", "aten.mean") and len(node.users) > 0
     if additive:

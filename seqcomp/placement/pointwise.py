@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch.fx import Node
 
 from seqcomp.capture.edit import op_name
+from seqcomp.capture.sizes import Size, SpecialisedSizeError
 from seqcomp.placement.rule import Decision, Env, align, summed, tensor_args
 from seqcomp.placement.spec import Spec
 
@@ -16,6 +17,8 @@ _LINEAR = {"aten.neg", "aten.clone", "aten.contiguous", "aten.alias", "aten.to",
 
 def pointwise_rule(node: Node, env: Env) -> Decision:
     operands = list(dict.fromkeys(tensor_args(node)))
+    for operand in operands:
+        _check_broadcast(operand, env.shape(operand), env.shape(node))
     wants, dims = align(operands, env.shape(node), env)
     kept = _stays_partial(node, wants, env)
     if not kept and any(s.partial for s in wants.values()):
@@ -24,6 +27,12 @@ def pointwise_rule(node: Node, env: Env) -> Decision:
     axes = wants[kept[0]].partial if kept else ()
     wants = {n: s if n in kept else summed(s) for n, s in wants.items()}
     return Decision(wants, Spec(dims, axes))
+
+
+def _check_broadcast(operand: Node, own: Sequence[Size], shape: Sequence[Size]) -> None:
+    for size, full in zip(reversed(own), reversed(shape), strict=False):
+        if size not in (1, full):
+            raise SpecialisedSizeError(f"{operand.name} has size {size} where {full} is meant")
 
 
 def _stays_partial(node: Node, wants: Mapping[Node, Spec], env: Env) -> tuple[Node, ...]:

@@ -158,13 +158,11 @@ def element_loss_rule(node: Node, env: Env) -> Decision:
     reduction = argument(node, position, "reduction", 1)
     if reduction == 0:
         return pointwise_rule(node, env)
-    operands = [n for n in node.args[:2] if is_tensor(n)]
-    shape = max((env.shape(n) for n in operands), key=len)
+    # Weights of an element or a class broadcast like any operand.
+    operands = [n for n in node.all_input_nodes if is_tensor(n)]
+    shape = max((env.shape(n) for n in node.args[:2] if is_tensor(n)), key=len)
     wants, dims = align(operands, shape, env)
     wants = {n: summed(s) for n, s in wants.items()}
-    for other in node.all_input_nodes:
-        if is_tensor(other) and other not in wants:
-            wants[other] = Spec(tuple(whole(s) for s in env.shape(other)))
     partial = tuple(a for dim in dims for f in dim for a in f.axes)
     if reduction == 1 and partial:
         return Decision(wants, Spec((), partial), "mean", {"degree": env.mesh.degree(partial)})

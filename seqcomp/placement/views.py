@@ -21,10 +21,12 @@ def reshape_rule(node: Node, env: Env) -> Decision:
         if not isinstance(dims, Factor):
             wants = {source: spec, **_shape_givers(node, Spec(dims))}
             return Decision(wants, Spec(dims, spec.partial), gathered=reason)
-        if not dims.axes:
-            raise AssertionError(f"view of {env.shape(source)} as {env.shape(node)}")
-        reason = f"the view cuts the sharded dim of size {dims.size}"
-        spec = spec.without(dims.axes)
+        if not spec.axes:  # sizes such as S // 2 that no factor divides
+            out = Spec(tuple(whole(size) for size in env.shape(node)))
+            wants = {source: spec, **_shape_givers(node, out)}
+            return Decision(wants, replace(out, partial=spec.partial), gathered=reason)
+        reason = f"the view cuts the dim of size {dims.size}"
+        spec = spec.without(dims.axes or spec.axes)
 
 
 def _moved(node: Node, env: Env, order: list[int]) -> Decision:

@@ -115,7 +115,9 @@ def test_the_formula_gives_the_bytes_of_the_demo() -> None:
     """Its model: 3 layers, 8 query and 4 KV heads of 32, fp32, one sequence of 4096."""
     shape = AttentionShape(1, 4096, 8, 4, 32, element_bytes=4)
     steps = layer_steps(resolve(seqcomp.load_plan("usp_2x2")), shape)
-    sent = re.findall(r"^\| (?:bytes sent|the same by).*\| ([\d,]+) \|$", README, re.MULTILINE)
+    sent = re.findall(
+        r"^\| (?:bytes a rank sent|the same by).*\| ([\d,]+) \|$", README, re.MULTILINE
+    )
     assert sent == [f"{3 * total_bytes(steps):,}"] * 2
 
 

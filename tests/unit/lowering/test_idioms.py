@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,8 +15,8 @@ from seqcomp.plan.load import load_plan
 from seqcomp.plan.resolve import resolve
 from seqcomp.runtime.comm import RankContext
 from seqcomp.verify.lockstep import lockstep
-from tests.fixtures.compare import compare_grads, gradients_of, value_distance
-from tests.fixtures.idioms import IDIOMS, Idiom
+from tests.fixtures.compare import CLEARLY_WRONG, compare_grads, gradients_of, value_distance
+from tests.fixtures.idioms import IDIOMS, Block, Idiom
 
 EXACT = [i for i in IDIOMS if i.refused is None]
 REFUSED = [i for i in IDIOMS if i.refused is not None]
@@ -62,6 +62,17 @@ def _one_device(idiom: Idiom) -> Outcome:
     return Outcome(leaves, spec, _all_gradients(model, call))
 
 
+def test_an_operation_on_each_half_alone_would_be_seen() -> None:
+    right = next(i for i in EXACT if i.name == "cumsum")
+    halves = replace(
+        right,
+        build=lambda: Block(lambda x: torch.cat([part.cumsum(1) for part in x.chunk(2, 1)], 1)),
+    )
+    want, got = _one_device(right), _one_device(halves)
+    assert value_distance(want.leaves[0], got.leaves[0]) > CLEARLY_WRONG
+    assert compare_grads(want.gradients, got.gradients)[0] > CLEARLY_WRONG
+
+
 @pytest.mark.parametrize("idiom", EXACT, ids=lambda idiom: idiom.name)
 def test_outputs_and_every_gradient_are_those_of_one_device(idiom: Idiom) -> None:
     want = _one_device(idiom)
@@ -100,7 +111,8 @@ def test_outputs_and_every_gradient_are_those_of_one_device(idiom: Idiom) -> Non
                 gradients[name] = own(gradient, context)
         return (far, *compare_grads(gradients, _all_gradients(model, call)))
 
-    for rank, (far, gradient, worst) in enumerate(lockstep(lambda: _model(idiom), idiom.plan, step)):
+    ranks = lockstep(lambda: _model(idiom), idiom.plan, step)
+    for rank, (far, gradient, worst) in enumerate(ranks):
         assert far <= 1, f"rank {rank}: output {far} tolerances away"
         assert gradient <= 1, f"rank {rank}: gradient of {worst} {gradient} tolerances away"
 

@@ -8,6 +8,7 @@ with the idiom on the global tensors.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ from seqcomp.runtime.comm import RankContext
 from tests.unit.capture.captured import capture_of
 
 B, S, D = 4, 12, 6
+MOST = 8
 Idiom = Callable[[Any], Any]
 
 
@@ -207,15 +209,16 @@ def options(capture: Capture, node: Node, mesh: Mesh) -> dict[str, Spec]:
 def cases_of(
     capture: Capture, name: str, mesh: Mesh, on_error: Callable[[str], None]
 ) -> Iterator[Case]:
-    """Every combination of operand placements; of many operands each on its own and all alike."""
+    """Combinations of operand placements: all of them, or MOST drawn from them."""
     probe = extract(capture, name)
     used = [n.name for n in probe.graph.nodes if n.op == "placeholder" and n.users]
     used = [n for n in used if n in capture.inputs]
-    choices = []
-    for n in probe.graph.nodes:
-        if n.op == "placeholder" and n.name in used:
-            choices.append(list(options(probe, n, mesh)))
-    for letters in itertools.product(*choices):
+    placeholders = [n for n in probe.graph.nodes if n.op == "placeholder" and n.name in used]
+    choices = [list(options(probe, n, mesh)) for n in placeholders]
+    combinations = list(itertools.product(*choices))
+    if len(combinations) > MOST:
+        combinations = random.Random(name).sample(combinations, MOST)
+    for letters in combinations:
         named = dict(zip(used, letters, strict=True))
         try:
             yield build(capture, name, mesh, named)
@@ -247,9 +250,20 @@ def build(capture: Capture, name: str, mesh: Mesh, letters: Mapping[str, str]) -
     for leaf in natives:
         spec = context.placement.native[leaf]
         assert isinstance(spec, Spec)
-        specs.append(replace(spec.without(mesh.view.sequence), partial=()))
+        specs.append(own_batch(spec, mesh))
     label = ",".join(f"{k}={v}" for k, v in letters.items())
     return Case(f"{name}[{label}]", graph, tuple(specs))
+
+
+def own_batch(spec: Spec, mesh: Mesh) -> Spec:
+    """What a rank returns: the whole sequence, of its own samples where there is a batch."""
+    kept = replace(spec.without(mesh.view.sequence), partial=())
+    if not mesh.view.batch or set(mesh.view.batch) & {*spec.axes, *spec.partial}:
+        return kept
+    for index, dim in enumerate(kept.dims):
+        if dim == (Factor(BATCH_SYMBOL),):
+            return kept.with_dim(index, (Factor(BATCH_SYMBOL, mesh.view.batch),))
+    return kept
 
 
 def cut(x: Tensor, spec: Spec, sizes: Mapping[str, int], place: Mapping[str, int]) -> Tensor:
@@ -308,7 +322,7 @@ def run_rank(context: RankContext, cases: Sequence[Case], capture: Capture, mesh
     places = list(itertools.product(*(range(n) for n in mesh.sizes.values())))
     place = dict(zip(mesh.sizes, places[context.rank], strict=True))
     binding = ops.RankBinding(context, mesh.view.sequence, mesh.layout, "ring", "ulysses")
-    state = {name: p for name, p in module.named_parameters()}
+    state = dict(module.named_parameters())
     outcomes = []
     for case in cases:
         leaves = {}
@@ -317,7 +331,7 @@ def run_rank(context: RankContext, cases: Sequence[Case], capture: Capture, mesh
             leaf = cut(value.detach(), spec, mesh.sizes, place).clone()
             leaves[name] = leaf.requires_grad_(value.requires_grad)
         own = {n: p.detach().clone().requires_grad_() for n, p in state.items()}
-        given = {**leaves, **{k: own[v] for k, v in capture.state.items()}}
+        given = {**leaves, **{k: {**own, **capture.constants}[v] for k, v in capture.state.items()}}
         try:
             names = [n.name for n in case.graph.nodes if n.op == "placeholder"]
             values = OnRank(case.graph, binding).run(
@@ -358,7 +372,7 @@ def eager(idioms: Mapping[str, Idiom]) -> dict[str, tuple[list[Tensor], list[Ten
         values = example()
         result = idiom(Inputs(values, module))
         result = list(result) if isinstance(result, tuple | list) else [result]
-        wanted = [v for v in [*values.values(), *module.parameters()]]
+        wanted = [*values.values(), *module.parameters()]
         loss = objective(result, weights_like(result))
         gradients: list[Tensor | None] = [None] * len(wanted)
         if loss is not None:

@@ -365,7 +365,6 @@ LOSSES: dict[str, Idiom] = {
     ),
     "kl_div": lambda a: F.kl_div(a.x.log_softmax(-1), a.y.softmax(-1), reduction="sum"),
     "kl_div mean": lambda a: F.kl_div(a.x.log_softmax(-1), a.y.softmax(-1), reduction="batchmean"),
-    "gaussian": lambda a: F.gaussian_nll_loss(a.x, a.y, a.y.exp()),
     "triplet": lambda a: F.triplet_margin_loss(a.x[:, 0], a.y[:, 0], a.c),
 }
 
