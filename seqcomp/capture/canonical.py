@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
 from seqcomp.capture.export import Capture
-from seqcomp.capture.kinds import is_pointwise
+from seqcomp.capture.kinds import VIEWS, is_pointwise
 from seqcomp.capture.losses import mean_loss_pass, shift_labels_pass
 from seqcomp.diagnostics import PlanError, diagnostic
 
@@ -25,8 +25,8 @@ aten = torch.ops.aten
 def canonicalise(capture: Capture) -> Capture:
     """Runs the passes in order."""
     for step in (
-        drop_asserts_pass,
         inline_regions_pass,
+        drop_asserts_pass,
         functional_pass,
         drop_identities_pass,
         refuse_random_pass,
@@ -76,11 +76,16 @@ def _refuse_data_dependent(node: Node) -> PlanError:
 
 
 def inline_regions_pass(capture: Capture) -> None:
-    """no_grad regions (higher-order ops) are inlined; what leaves them is detached."""
+    """no_grad and autocast regions (higher-order ops) are inlined; what leaves no_grad is detached."""
     for node in list(capture.graph.nodes):
-        if node.op != "call_function" or op_name(node) != "wrap_with_set_grad_enabled":
+        name = op_name(node) if node.op == "call_function" else ""
+        if name == "wrap_with_autocast":
+            _require_same_autocast(node)
+            enabled, body, operands = True, node.args[4], node.args[5:]
+        elif name == "wrap_with_set_grad_enabled":
+            enabled, body, *operands = node.args
+        else:
             continue
-        enabled, body, *operands = node.args
         module = _submodule(capture.graph, body)
         inner = [n for n in module.graph.nodes if n.op == "placeholder"]
         mapping: dict[Node, Any] = dict(zip(inner, operands, strict=True))
@@ -102,6 +107,38 @@ def inline_regions_pass(capture: Capture) -> None:
             user.replace_all_uses_with(outs[user.args[1]])
             capture.graph.erase_node(user)
         capture.graph.erase_node(node)
+
+
+def _require_same_autocast(node: Node) -> None:
+    """A region whose autocast is the caller's own changes nothing; others are refused."""
+    device, dtype, enabled = node.args[:3]
+    active = torch.is_autocast_enabled(device)
+    same = active == enabled
+    if enabled and active:
+        same = dtype in (None, torch.get_autocast_dtype(device))
+    if same or _ignores_autocast(node):
+        return
+    raise PlanError(
+        [
+            diagnostic(
+                "SC302",
+                where=place_of(node),
+                found=f"an autocast region (enabled={enabled}) inside the forward",
+                legal="autocast around the whole call, or none",
+                help="move torch.autocast around the call of the model",
+            )
+        ]
+    )
+
+
+def _ignores_autocast(node: Node) -> bool:
+    """Whether a region is element-wise operations and views, which autocast leaves alone."""
+    body = _submodule(node.graph, node.args[4])
+    calls = [n for n in body.graph.nodes if n.op == "call_function"]
+    return all(is_pointwise(n) or op_name(n) in VIEWS | _FREE for n in calls)
+
+
+_FREE = {"aten.cat", "aten.arange", "aten.slice", "aten._assert_tensor_metadata", "aten.sym_size"}
 
 
 def _submodule(graph: torch.fx.Graph, node: Node) -> torch.fx.GraphModule:

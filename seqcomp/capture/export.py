@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from seqcomp.capture.call import BATCH, SEQ, Call, InputDims
-from seqcomp.capture.guards import refuse_hidden_gradients
+from seqcomp.capture.guards import refuse_hidden_gradients, refuse_kept_values
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, Size, expression
 from seqcomp.diagnostics import PlanError, diagnostic
 
@@ -45,6 +45,7 @@ class Capture:
     ranges: dict[sympy.Symbol, Any]
     fake_mode: FakeTensorMode
     checks: list[sympy.Basic] = field(default_factory=list)
+    read: set[str] = field(default_factory=set)  # buffers whose values are baked in
 
     def shape(self, node: torch.fx.Node) -> tuple[Size, ...]:
         """Global shape of a tensor node in B and S."""
@@ -53,6 +54,10 @@ class Capture:
             cached = tuple(expression(size, self.canonical) for size in node.meta["val"].shape)
             node.meta["sc_shape"] = cached
         return cached
+
+    def is_specialised(self) -> bool:
+        """Whether an assertion allows one value of a symbolic size only."""
+        return any(isinstance(c, sympy.Eq) and c.free_symbols for c in self.checks)
 
     def accepts(self, batch: int | None, length: int | None) -> bool:
         """Whether what was specialised and asserted holds for these global sizes."""
@@ -87,18 +92,19 @@ def export_call(
     shapes = [
         _dynamic(leaf, dim) if symbolic else None for leaf, dim in zip(leaves, dims, strict=True)
     ]
-    dynamic = _by_parameter(module, *pytree.tree_unflatten(shapes, call.treespec))
     try:
         with (
+            _named_keywords(module, kwargs),
             _quiet(),
             refuse_hidden_gradients(),
+            refuse_kept_values(module),
             torch.autograd.graph.saved_tensors_hooks(_same, _same),
         ):
             exported = torch.export.export(
                 module,
                 tuple(args),
                 dict(kwargs),
-                dynamic_shapes=dynamic,
+                dynamic_shapes=_by_parameter(module, *pytree.tree_unflatten(shapes, call.treespec)),
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
@@ -118,6 +124,36 @@ def export_call(
             ]
         ) from error
     return _capture(exported, dims, fake_mode)
+
+
+@contextlib.contextmanager
+def _named_keywords(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Gives the forward a parameter per keyword that it takes as **kwargs.
+
+    torch.export 2.13 loses track of dynamic shapes inside **kwargs.
+    """
+    forward = module.forward
+    parameters = list(inspect.signature(forward).parameters.values())
+    extra = [name for name in kwargs if name not in {p.name for p in parameters}]
+    if not extra:
+        yield
+        return
+    kept = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in extra]
+
+    def named(*args: Any, **given: Any) -> Any:
+        return forward(*args, **given)
+
+    named.__signature__ = inspect.Signature([*kept, *added])
+    before = vars(module).get("forward")
+    vars(module)["forward"] = named
+    try:
+        yield
+    finally:
+        if before is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = before
 
 
 def _by_parameter(

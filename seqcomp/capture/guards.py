@@ -51,6 +51,82 @@ def refuse_hidden_gradients() -> Iterator[None]:
         torch.Tensor.register_hook = register
 
 
+@contextlib.contextmanager
+def refuse_kept_values(module: torch.nn.Module) -> Iterator[None]:
+    """Raises PlanError SC307 where the forward leaves tensors in attributes (`self.aux = ...`).
+
+    A compiled call does not run that code, so the attribute would never change again. What the
+    traced forward left behind is removed.
+    """
+    before = {
+        path: {name: _frozen(value) for name, value in vars(sub).items()}
+        for path, sub in module.named_modules()
+    }
+    kept: list[str] = []
+    try:
+        yield
+    finally:
+        for path, sub in module.named_modules():
+            known = before.get(path, {})
+            for name, value in list(vars(sub).items()):
+                if name in _OWN or not _has_tensor(value) or _same(known.get(name), value):
+                    continue
+                kept.append(f"{path}.{name}".lstrip("."))
+                _put_back(sub, name, known.get(name))
+    if kept:
+        raise PlanError(
+            [
+                diagnostic(
+                    "SC307",
+                    where=name,
+                    found="forward keeps a tensor in this attribute",
+                    legal="a forward that returns what it computes",
+                    help="return the value as an output of forward",
+                )
+                for name in kept
+            ]
+        )
+
+
+_OWN = ("_parameters", "_buffers", "_modules")
+
+
+def _frozen(value: Any) -> tuple[Any, Any]:
+    """A value and a copy of what a container held."""
+    return value, (value.copy() if isinstance(value, list | dict | set) else None)
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _same(known: tuple[Any, Any] | None, value: Any) -> bool:
+    if known is None or known[0] is not value:
+        return False
+    copy = known[1]
+    return copy is None or (
+        len(copy) == len(value)
+        and all(a is b for a, b in zip(_items(copy), _items(value), strict=True))
+    )
+
+
+def _items(container: Any) -> list[Any]:
+    return list(container.values()) if isinstance(container, dict) else list(container)
+
+
+def _put_back(sub: torch.nn.Module, name: str, known: tuple[Any, Any] | None) -> None:
+    if known is None:
+        vars(sub).pop(name)
+        return
+    value, copy = known
+    if isinstance(value, list):
+        value[:] = copy
+    elif isinstance(value, dict | set):
+        value.clear()
+        value.update(copy)
+    vars(sub)[name] = value
+
+
 def _differentiates(values: Any) -> bool:
     return torch.is_grad_enabled() and any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(values)

@@ -60,6 +60,8 @@ def recognise_attention(capture: Capture, module: torch.nn.Module) -> tuple[Atte
 
     def constant(node: Node) -> Tensor | None:
         name = capture.state.get(node.name)
+        if name in state and not state[name].is_inference():
+            capture.read.add(name)
         return state.get(name, capture.constants.get(name)) if name else None
 
     reader = MaskReader(capture, constant)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from seqcomp.lowering.program import (
     Program,
     ProgramCache,
     install,
+    original_forward,
     original_forwards,
     replace_forward,
     restore_forward,
@@ -79,6 +81,9 @@ class CompiledModule:
         self._signature = signature_of(module.forward)
         self._stateless = makes_cache(module)
         self._where = type(module).__name__
+        self._modules = list(module.modules())
+        self._reads: dict[str, list[tuple[str, Tensor, int]]] = {}
+        self._epoch = 0
         self._closed = False
         tensor = self._mesh.tensor
         self._cut = CutParameters(module, context, tensor) if tensor else None
@@ -166,6 +171,12 @@ class CompiledModule:
         comm = self._context.comm(self._mesh.batch)
         return collectives.all_reduce(x, comm, cotangent="replicated", label="global_sum")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a compiled module is a plain module: groups and programs are not copied."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
     def close(self) -> None:
         """Gives the module its own forwards back and frees the process groups."""
         if self._closed:
@@ -220,6 +231,7 @@ class CompiledModule:
         self._consensus.on_call(failure, describe_call(bound) if bound else {})
         assert bound is not None
         call, dims, sizes, variant = bound
+        self._forget_outdated()
         found = self._lookup(variant, sizes)
         if found is None:
             found = self._compile(call, dims, sizes, variant)
@@ -253,6 +265,26 @@ class CompiledModule:
         raise_for_errors(self._lengths[sizes.length])
         return call, dims, sizes, variant_of(self._module, call, dims)
 
+    def _forget_outdated(self) -> None:
+        """Programs hold for the modules and baked-in buffer values that they were captured with."""
+        modules = list(self._module.modules())
+        same = len(modules) == len(self._modules)
+        if same and all(map(operator.is_, modules, self._modules)):
+            kept = {k: v for k, v in self._programs.items() if self._is_current(v[0])}
+            if len(kept) == len(self._programs):
+                return
+            self._programs = OrderedDict(kept)
+        else:
+            self._programs.clear()
+        self._modules = modules
+        self._epoch += 1
+
+    def _is_current(self, program: Program) -> bool:
+        return all(
+            self._module.get_buffer(name) is tensor and tensor._version == version
+            for name, tensor, version in self._reads[program.name]
+        )
+
     def _lookup(
         self, variant: Variant, sizes: CallSizes
     ) -> tuple[Program, Callable[..., Any]] | None:
@@ -281,7 +313,7 @@ class CompiledModule:
         try:
             with original_forwards(self._module, _forward), self._parameters():
                 program = self._cache.get(
-                    (variant, sizes, self._resolved.plan),
+                    (variant, sizes, self._resolved.plan, self._epoch),
                     lambda name: build_program(
                         self._module, call, dims, sizes, self._resolved,
                         name=name, dump=self._dump,
@@ -301,6 +333,10 @@ class CompiledModule:
         self._context.prepare(program.groups())
         if self._cut is not None and self._cut.cuts is None:
             self._cut.apply(program.cuts)
+        self._reads[program.name] = [
+            (name, self._module.get_buffer(name), self._module.get_buffer(name)._version)
+            for name in program.capture.read
+        ]
         run = install(program, self._module, self._binding(program))
         self._programs[(program.name, variant)] = (program, run)
         if len(self._programs) > _MAX_PROGRAMS:
@@ -355,7 +391,9 @@ class CompiledModule:
 
 
 def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    compiled: CompiledModule = vars(self)[_SLOT]
+    compiled: CompiledModule | None = vars(self).get(_SLOT)
+    if compiled is None:
+        return original_forward(self)(*args, **kwargs)
     return compiled.call(args, kwargs)
 
 

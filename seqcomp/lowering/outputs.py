@@ -43,25 +43,25 @@ def _finish(
     assert context.placement is not None
     spec = context.placement.native[leaf]
     assert isinstance(spec, Spec)
-    sequence = context.mesh.sequence
+    sequence, captured = context.mesh.sequence, leaf
     differentiable = leaf.meta["val"].is_floating_point() and context.grad
 
     def call(op: ops.Op, value: Node) -> Node:
         with graph.inserting_before(output):
             node = graph.call_function(op, (value,))
         node.meta["nn_module_stack"] = {}
-        node.meta["source"] = leaf
+        node.meta["source"] = captured
         return node
 
+    own = _own_batch(context, spec)
+    if own != spec:
+        leaf = _redistributed(graph, context, leaf, spec, own, output, "partial")
+        spec = own
     value = leaf
     touched: set[str] = set(spec.axes)
     if spec.partial:
         value = call(ops.AllReduce(spec.partial, "replicated", name), value)
         touched |= set(spec.partial)
-    own = _own_batch(context, spec)
-    if own != spec:
-        leaf = _redistributed(graph, context, leaf, spec, own, output, "partial")
-        spec = own
     if mode == "sharded":
         want = _by_tokens(context, spec)
         if want != spec:
@@ -69,10 +69,10 @@ def _finish(
     cut = [i for i in range(len(spec.dims)) if set(spec.axes_of(i)) & set(sequence)]
     if cut and mode == "full":
         if any(len(spec.dims[index]) > 1 for index in cut):
-            return _whole_flat(graph, context, name, leaf, spec, output)
+            return _whole_flat(graph, context, name, captured, leaf, spec, output)
         for index in cut:
             value = call(ops.Gather(index, spec.axes_of(index), "replicated", name), value)
-        _report_large(context, name, leaf)
+        _report_large(context, name, captured)
     alike = tuple(a for a in context.mesh.degrees if a not in touched)
     if alike and differentiable and leaf.op != "placeholder":
         value = call(ops.OwnCotangent(alike), value)
@@ -80,10 +80,16 @@ def _finish(
 
 
 def _whole_flat(
-    graph: Graph, context: LoweringContext, name: str, leaf: Node, spec: Spec, output: Node
+    graph: Graph,
+    context: LoweringContext,
+    name: str,
+    captured: Node,
+    leaf: Node,
+    spec: Spec,
+    output: Node,
 ) -> Node:
     """[B*S, ...] outputs: gathered through [B, S, ...]; the batch part stays cut."""
-    _report_large(context, name, leaf)
+    _report_large(context, name, captured)
     want = spec.without(context.mesh.sequence)
     return _redistributed(graph, context, leaf, spec, want, output, "replicated")
 
@@ -100,12 +106,14 @@ def _own_batch(context: LoweringContext, spec: Spec) -> Spec:
 
 
 def _by_tokens(context: LoweringContext, spec: Spec) -> Spec:
-    """A value whose features the tensor axis cuts, cut by tokens over all sequence axes instead."""
-    axis = context.mesh.tensor
-    if axis is None:
+    """The value cut by tokens over all sequence axes, where it is whole or cut by features."""
+    sequence, axis = context.mesh.sequence, context.mesh.tensor
+    if axis is not None and axis not in spec.partial:
+        outer, bare = tuple(a for a in sequence if a != axis), spec.without([axis])
+    else:
+        outer, bare = (), spec
+    if not outer and set(sequence) & {*bare.axes, *bare.partial}:
         return spec
-    outer = tuple(a for a in context.mesh.sequence if a != axis)
-    bare = spec.without([axis])
     for index, dim in enumerate(bare.dims):
         for at, factor in enumerate(dim):
             if factor.size == context.capture.length and factor.axes == outer:

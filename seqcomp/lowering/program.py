@@ -89,20 +89,28 @@ def install(program: Program, module: torch.nn.Module, rank: ops.RankBinding) ->
     return root
 
 
-def _slot(module: torch.nn.Module) -> dict[str, Callable[..., Any]]:
-    pieces = vars(module).get(_SLOT)
+class Pieces(dict[str, Callable[..., Any]]):
+    """Forwards of one module by token. A copy of the module gets none and is a plain module."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pieces:
+        return Pieces()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pieces, ()
+
+
+def _slot(module: torch.nn.Module) -> Pieces:
+    pieces: Pieces | None = vars(module).get(_SLOT)
     if pieces is None:
-        pieces = {}
-        vars(module)[_SLOT] = pieces
+        pieces = vars(module)[_SLOT] = Pieces()
         replace_forward(module, _forward)
     return pieces
 
 
-def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if args and args[0].__class__ is str:
-        piece = vars(self)[_SLOT].get(args[0])
-        if piece is not None:
-            return piece(self, *args[1:])
+def _forward(self: torch.nn.Module, *args: Any, seqcomp: str = "", **kwargs: Any) -> Any:
+    piece = vars(self)[_SLOT].get(seqcomp)
+    if piece is not None:
+        return piece(self, *args)
     return original_forward(self)(*args, **kwargs)
 
 

@@ -191,6 +191,7 @@ def _floordiv(total: int, degree: int) -> int:
 def refine(old: Dim, new: Dim) -> list[tuple[Size, tuple[str, ...], tuple[str, ...]]]:
     """Common refinement of two factorings of one dim: (size, axes before, axes after) each."""
     left, right = list(old), list(new)
+    assert product(f.size for f in old) == product(f.size for f in new), f"{old} against {new}"
     steps: list[tuple[Size, tuple[str, ...], tuple[str, ...]]] = []
     one = sympy.Integer(1)
     while left or right:

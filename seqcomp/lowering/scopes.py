@@ -223,8 +223,10 @@ class ScopeBuilder:
         results: Any = given[0] if len(given) == 1 else tuple(given)
         self._piece(key, child_path, placed, needed, results)
         relative = child_path.removeprefix(f"{path}.") if path else child_path
-        arguments = (self._token(key), *(lookup(n) for n in needed))
-        call = graph.create_node("call_module", relative, arguments)
+        # The token goes by keyword: hooks that users register see the tensors alone.
+        arguments = tuple(lookup(n) for n in needed)
+        token = {"seqcomp": self._token(key)}
+        call = graph.create_node("call_module", relative, arguments, token)
         if len(given) == 1:
             local[given[0]] = call
         else:

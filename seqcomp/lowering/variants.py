@@ -197,8 +197,12 @@ def _lowered(
     symbolic: bool,
 ) -> tuple[torch.fx.Graph, LoweringContext, ModelFacts]:
     where, mesh = type(module).__name__, mesh_view(resolved)
-    capture = export_call(module, call, dims, data_degree=mesh.degree(mesh.batch), where=where)
+    capture = export_call(
+        module, call, dims, data_degree=mesh.degree(mesh.batch), where=where, symbolic=symbolic
+    )
     canonicalise(capture)
+    if symbolic and capture.is_specialised():
+        raise SpecialisedSizeError("an assertion of the capture fixes a size")
     attentions = recognise_attention(capture, module)
     facts = facts_of(capture, attentions, module)
     paths = [path for path, _ in module.named_modules() if path]
@@ -266,7 +270,10 @@ def _refuse_hooks(module: torch.nn.Module) -> None:
     hooked = [
         path or "<root>"
         for path, sub in module.named_modules()
-        if sub._forward_hooks or sub._forward_pre_hooks
+        if sub._forward_hooks
+        or sub._forward_pre_hooks
+        or sub._backward_hooks
+        or sub._backward_pre_hooks
     ]
     if hooked:
         raise PlanError(
@@ -274,8 +281,8 @@ def _refuse_hooks(module: torch.nn.Module) -> None:
                 diagnostic(
                     "SC306",
                     where=path,
-                    found="forward hooks registered before the capture",
-                    legal="modules without forward hooks",
+                    found="hooks registered before the capture",
+                    legal="modules without hooks",
                     help="remove the hooks, compile, and register them again",
                 )
                 for path in hooked

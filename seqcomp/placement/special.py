@@ -35,7 +35,8 @@ def attention_rule(node: Node, env: Env) -> Decision:
     def placed(item: Node, axes: tuple[str, ...]) -> Spec:
         own = env.shape(item)
         rows: Dim = (Factor(own[2], axes),) if axes else whole(own[2])
-        return Spec((batch, heads_of(item), rows, whole(own[3])))
+        lead = batch if own[0] == shape[0] else whole(own[0])
+        return Spec((lead, heads_of(item), rows, whole(own[3])))
 
     sliced = bool(by_head) and not any(f.axes for f in heads_of(k))
     attributes = {"tokens": tokens, "sliced": sliced, "by_head": by_head}
@@ -54,6 +55,8 @@ def attention_rule(node: Node, env: Env) -> Decision:
     if info.mask is None:
         raise _mask_error(node, info, info.mask_found)
     wants = {n: placed(n, tokens) for n in (q, k, v)}
+    if is_tensor(mask):  # its description goes to the operation, not the tensor
+        wants[mask] = env.spec(mask)
     return Decision(wants, out, form="attention", attributes=attributes)
 
 
@@ -73,7 +76,9 @@ def _head_axes(
 
 
 def _batch_dim(env: Env, operands: tuple[Node, ...]) -> Dim:
-    return max((env.spec(n).dims[0] for n in operands), key=lambda d: sum(len(f.axes) for f in d))
+    full = max((env.shape(n)[0] for n in operands), key=lambda size: size != 1)
+    whole_batch = [env.spec(n).dims[0] for n in operands if env.shape(n)[0] == full]
+    return max(whole_batch, key=lambda d: sum(len(f.axes) for f in d))
 
 
 def _batch_only(mask: Node, batch: Dim, env: Env) -> Spec:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import sympy
+import torch
 from torch.fx import Node
 
 from seqcomp.capture.edit import argument, op_name
-from seqcomp.placement.rule import Decision, Env, Rule, tensor_args
+from seqcomp.placement.rule import Decision, Env, Rule, gather_all, tensor_args
 from seqcomp.placement.spec import Dim, Factor, Spec, regroup, whole
 
 
 def reshape_rule(node: Node, env: Env) -> Decision:
     """view, reshape, flatten, unflatten: factors move between dims; a torn one is gathered."""
     source = node.args[0]
+    if len(node.args) > 1 and isinstance(node.args[1], torch.dtype):
+        return gather_all(node, env, "values are seen as another dtype")
     spec, reason = env.spec(source), ""
     while True:
         dims = regroup(spec.dims, env.shape(node), env.even_degrees())
