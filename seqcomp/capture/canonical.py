@@ -76,7 +76,7 @@ def _refuse_data_dependent(node: Node) -> PlanError:
 
 
 def inline_regions_pass(capture: Capture) -> None:
-    """no_grad and autocast regions (higher-order ops) are inlined; what leaves no_grad is detached."""
+    """no_grad and autocast regions are inlined; what leaves no_grad is detached."""
     for node in list(capture.graph.nodes):
         name = op_name(node) if node.op == "call_function" else ""
         if name == "wrap_with_autocast":

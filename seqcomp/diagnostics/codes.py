@@ -163,7 +163,6 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Replicated parameters must be equal before compilation; load or broadcast them first."),
     # --- not available yet ----------------------------------------------------------------
     ("SC901", "error", "fsdp is not available yet", "Part of the language, not built yet."),
-    ("SC902", "error", "megatron_sp is not available yet", "Part of the language, not built yet."),
     ("SC903", "error", "padding: pad is not available yet", "Part of the language, not built yet."),
     ("SC904", "error", "ulysses.pad_heads is not available yet",
      "Part of the language, not built yet."),

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -32,7 +31,6 @@ from seqcomp.lowering.program import (
     restore_forward,
     uninstall,
 )
-from seqcomp.lowering.regions import region_graph
 from seqcomp.lowering.variants import (
     CallSizes,
     Variant,
@@ -45,7 +43,6 @@ from seqcomp.lowering.variants import (
 )
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.plan.rules import check_plan
-from seqcomp.runtime import collectives
 from seqcomp.runtime.comm import RankContext
 
 _MAX_PROGRAMS = 32
@@ -55,7 +52,7 @@ logger = logging.getLogger("seqcomp")
 
 
 class CompiledModule:
-    """Everything seqcomp knows about one compiled module; `seqcomp.of(model)` returns it."""
+    """One compiled module: its programs by variant, and the calls that run them."""
 
     def __init__(
         self,
@@ -114,62 +111,6 @@ class CompiledModule:
     def programs(self) -> tuple[Program, ...]:
         """The lowered programs, the most recently used last."""
         return tuple(program for program, _ in self._programs.values())
-
-    def graph(self, path: str = "") -> str:
-        """Source code of the local forward of the module at `path`, of the last program."""
-        program, _ = self.last_program()
-        found = [piece.code for piece in program.pieces if piece.path == path]
-        if not found:
-            raise PlanError(
-                [
-                    diagnostic(
-                        "SC504",
-                        message="no such module in the program",
-                        where=path,
-                        found=path,
-                        legal=tuple(dict.fromkeys(p.path for p in program.pieces)),
-                        help="name a module that the forward calls",
-                    )
-                ]
-            )
-        return "\n".join(found)
-
-    def regions(self) -> nx.DiGraph[int]:
-        """Regions of local work and the redistributions between them, of the last program."""
-        return region_graph(self.last_program()[0].flat)
-
-    def token_index(self, length: int | None = None) -> Tensor:
-        """Global positions of this rank's tokens [S / P], of the last call or of `length`."""
-        program, sizes = self.last_program()
-        length = length if length is not None else sizes.length
-        assert length is not None
-        layout = self._resolved.layout_for(length, program.facts.all_causal)
-        rank = self._context.comm(self._mesh.sequence).rank if self._mesh.sequence else 0
-        return torch.tensor(layout.token_index(length, rank), device=self._context.device)
-
-    def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """A sharded output [.., S / P, ..] as the whole [.., S, ..] in token order.
-
-        What is computed from the result is the same on every rank of the sequence group and
-        counts once: the backward is this rank's slice.
-        """
-        if not self._mesh.sequence:
-            return x
-        program, _ = self.last_program()
-        comm = self._context.comm(self._mesh.sequence)
-        length = x.shape[dim] * comm.size
-        layout = self._resolved.layout_for(length, program.facts.all_causal)
-        return collectives.gather(x, dim, comm, layout, cotangent="replicated", label="gather")
-
-    def global_sum(self, x: Tensor) -> Tensor:
-        """Sum of x over the data axes: of token counts or losses of the ranks' batch slices.
-
-        Every rank of a sequence group passes the same x. The cotangent passes unchanged.
-        """
-        if not self._mesh.batch:
-            return x.clone()
-        comm = self._context.comm(self._mesh.batch)
-        return collectives.all_reduce(x, comm, cotangent="replicated", label="global_sum")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a compiled module is a plain module: groups and programs are not copied."""

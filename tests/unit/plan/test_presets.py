@@ -72,7 +72,6 @@ def test_plan_files_are_valid_and_say_what_their_names_say(path: Path) -> None:
     plan = load_plan(path)
     assert load_plan(path.stem) == plan
     expected = {"SC901"} if plan.strategies.fsdp else set()
-    expected |= {"SC902"} if plan.strategies.megatron_sp else set()
     assert [item.code for item in validate(path)] == sorted(expected & NOT_BUILT)
 
 

@@ -197,7 +197,6 @@ def test_inputs() -> None:
     ("code", "text"),
     [
         ("SC901", "mesh: {data: 2}\nstrategies: {fsdp: }\n"),
-        ("SC902", "mesh: {tensor: 2}\nstrategies: {megatron_sp: }\n"),
         ("SC903", "mesh: {ring: 2}\nstrategies: {ring: }\npadding: pad\n"),
         ("SC904", "mesh: {ulysses: 2}\nstrategies: {ulysses: {pad_heads: true}}\n"),
         ("SC905", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {checkpoint: block}\n"),
