@@ -22,8 +22,10 @@ from seqcomp.lowering import ops
 from seqcomp.lowering.consensus import Consensus, internal_failure
 from seqcomp.lowering.parameters import CutParameters
 from seqcomp.lowering.program import (
+    MAX_PROGRAMS,
     Program,
     ProgramCache,
+    forget,
     install,
     original_forward,
     original_forwards,
@@ -45,7 +47,6 @@ from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.plan.rules import check_plan
 from seqcomp.runtime.comm import RankContext
 
-_MAX_PROGRAMS = 32
 _SLOT = "_seqcomp_compiled"
 
 logger = logging.getLogger("seqcomp")
@@ -280,8 +281,9 @@ class CompiledModule:
         ]
         run = install(program, self._module, self._binding(program))
         self._programs[(program.name, variant)] = (program, run)
-        if len(self._programs) > _MAX_PROGRAMS:
-            self._programs.popitem(last=False)
+        if len(self._programs) > MAX_PROGRAMS:
+            oldest, _ = self._programs.popitem(last=False)[1]
+            forget(oldest, self._module)
         for finding in program.findings:
             logger.info("%s", finding)
         return program, run

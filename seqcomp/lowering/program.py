@@ -22,6 +22,7 @@ from seqcomp.lowering.scopes import Piece
 from seqcomp.plan.facts import ModelFacts
 
 _SLOT = "_seqcomp_pieces"
+MAX_PROGRAMS = 32
 _KEPT = "_seqcomp_kept_forward"
 
 
@@ -54,12 +55,16 @@ class ProgramCache:
 
     def __init__(self) -> None:
         self._programs: dict[Any, Program] = {}
+        self._made = 0
         self._lock = threading.Lock()  # captures change state of torch that threads share
 
     def get(self, key: Any, build: Callable[[str], Program]) -> Program:
         with self._lock:
             if key not in self._programs:
-                self._programs[key] = build(f"p{len(self._programs)}")
+                self._made += 1
+                self._programs[key] = build(f"p{self._made}")
+                if len(self._programs) > MAX_PROGRAMS:
+                    del self._programs[next(iter(self._programs))]
             return self._programs[key]
 
 
@@ -108,10 +113,13 @@ def _slot(module: torch.nn.Module) -> Pieces:
 
 
 def _forward(self: torch.nn.Module, *args: Any, seqcomp: str = "", **kwargs: Any) -> Any:
+    if not seqcomp:
+        return original_forward(self)(*args, **kwargs)
     piece = vars(self)[_SLOT].get(seqcomp)
-    if piece is not None:
-        return piece(self, *args)
-    return original_forward(self)(*args, **kwargs)
+    if piece is None:
+        # Running the original code on local tensors instead would be silently wrong.
+        raise RuntimeError(f"{seqcomp} was dropped before its backward recomputed it")
+    return piece(self, *args)
 
 
 def replace_forward(module: torch.nn.Module, function: Callable[..., Any]) -> None:
@@ -133,6 +141,13 @@ def restore_forward(module: torch.nn.Module) -> None:
     vars(module).pop("forward", None)
     if _KEPT in vars(module):
         vars(module)["forward"] = vars(module).pop(_KEPT)
+
+
+def forget(program: Program, module: torch.nn.Module) -> None:
+    """Removes the pieces of one program."""
+    for sub in module.modules():
+        for piece in program.pieces:
+            vars(sub).get(_SLOT, {}).pop(piece.token, None)
 
 
 def uninstall(module: torch.nn.Module) -> None:

@@ -62,7 +62,10 @@ def attention_rule(node: Node, env: Env) -> Decision:
 
 def _token_axes(env: Env, q: Node) -> tuple[str, ...]:
     """The axes that share out the queries' tokens."""
-    return tuple(a for a in env.spec(q).axes_of(2) if a in env.mesh.sequence)
+    tokens = env.spec(q).dims[2]
+    if len(tokens) != 1:
+        return ()  # tokens and something else in one dim: not a sequence that can be dealt out
+    return tuple(a for a in tokens[0].axes if a in env.mesh.sequence)
 
 
 def _head_axes(

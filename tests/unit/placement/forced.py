@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from seqcomp.capture.canonical import canonicalise
 from seqcomp.capture.export import Capture
-from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, evaluate
+from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, Size, evaluate
 from seqcomp.diagnostics import PlanError
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.lowering import ops
@@ -187,8 +187,8 @@ def options(capture: Capture, node: Node, mesh: Mesh) -> dict[str, Spec]:
     found = {"R": replicated(shape)}
     cuts = {}
     for letter, size, axes in (
-        ("B", BATCH_SYMBOL, mesh.view.batch),
-        ("S", LENGTH_SYMBOL, mesh.view.sequence),
+        ("B", capture.batch, mesh.view.batch),
+        ("S", capture.length, mesh.view.sequence),
     ):
         if axes and size in shape:
             cuts[letter] = (shape.index(size), Factor(size, axes))
@@ -250,20 +250,21 @@ def build(capture: Capture, name: str, mesh: Mesh, letters: Mapping[str, str]) -
     for leaf in natives:
         spec = context.placement.native[leaf]
         assert isinstance(spec, Spec)
-        specs.append(own_batch(spec, mesh))
+        specs.append(own_batch(spec, mesh, capture.batch))
     label = ",".join(f"{k}={v}" for k, v in letters.items())
     return Case(f"{name}[{label}]", graph, tuple(specs))
 
 
-def own_batch(spec: Spec, mesh: Mesh) -> Spec:
+def own_batch(spec: Spec, mesh: Mesh, batch: Size | None) -> Spec:
     """What a rank returns: the whole sequence, of its own samples where there is a batch."""
-    kept = replace(spec.without(mesh.view.sequence), partial=())
-    if not mesh.view.batch or set(mesh.view.batch) & {*spec.axes, *spec.partial}:
-        return kept
-    for index, dim in enumerate(kept.dims):
-        if dim == (Factor(BATCH_SYMBOL),):
-            return kept.with_dim(index, (Factor(BATCH_SYMBOL, mesh.view.batch),))
-    return kept
+    axes = mesh.view.batch
+    if axes and not set(axes) & {*spec.axes, *spec.partial}:
+        for index, dim in enumerate(spec.dims):
+            if Factor(batch) in dim:
+                at = dim.index(Factor(batch))
+                spec = spec.with_dim(index, (*dim[:at], Factor(batch, axes), *dim[at + 1 :]))
+                break
+    return replace(spec.without(mesh.view.sequence), partial=())
 
 
 def cut(x: Tensor, spec: Spec, sizes: Mapping[str, int], place: Mapping[str, int]) -> Tensor:
@@ -362,7 +363,7 @@ def input_spec(capture: Capture, name: str, mesh: Mesh) -> Spec:
     at = SHAPES[name][1].batch
     if at is None or not mesh.view.batch:
         return spec
-    return spec.with_dim(at, (Factor(BATCH_SYMBOL, mesh.view.batch),))
+    return spec.with_dim(at, (Factor(spec.size(at), mesh.view.batch),))
 
 
 def eager(idioms: Mapping[str, Idiom]) -> dict[str, tuple[list[Tensor], list[Tensor | None]]]:
