@@ -19,6 +19,7 @@ from seqcomp.capture.call import Call, InputDims, bind_call, classify_inputs, si
 from seqcomp.capture.facts import makes_cache
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
+from seqcomp.lowering.build import Request, build_program, fingerprint
 from seqcomp.lowering.consensus import Consensus, internal_failure
 from seqcomp.lowering.parameters import CutParameters
 from seqcomp.lowering.program import (
@@ -36,9 +37,7 @@ from seqcomp.lowering.program import (
 from seqcomp.lowering.variants import (
     CallSizes,
     Variant,
-    build_program,
     describe_call,
-    fingerprint,
     mesh_view,
     sizes_of,
     variant_of,
@@ -257,10 +256,9 @@ class CompiledModule:
                 program = self._cache.get(
                     (variant, sizes, self._resolved.plan, self._epoch),
                     lambda name: build_program(
-                        self._module, call, dims, sizes, self._resolved,
-                        name=name, dump=self._dump,
+                        Request(self._module, call, dims, sizes, self._resolved, name, self._dump)
                     ),
-                )  # fmt: skip
+                )
         except PlanError as error:
             failure = error
         except Exception as error:

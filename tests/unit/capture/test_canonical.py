@@ -235,7 +235,9 @@ def test_writes_through_an_alias_are_exact_or_refused(name: str) -> None:
     try:
         capture = canonical(module, x)
     except PlanError as error:
-        assert {d.code for d in error.diagnostics} == {"SC307"}
+        codes = {d.code for d in error.diagnostics}
+        if codes != {"SC307"}:
+            raise
         return
     assert name in ("contiguous", "atleast_2d"), "an alias in the graph"
     torch.testing.assert_close(run(capture, module, x), module(x))

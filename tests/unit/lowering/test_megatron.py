@@ -30,27 +30,22 @@ def check(plan: plans.Plan, spec: Spec, ranks: int, **input_args: Any) -> None:
         assert reported(outcome.report) == outcome.traffic, rank
 
 
-@pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize(
-    "spec",
+    ("degree", "spec"),
     [
-        GROUPED,
-        Spec(vocab=96, tied=True),
-        Spec(vocab=97),
-        Spec(vocab=97, tied=True, bias=True),
-        Spec(vocab=96, qk_norm=True),
-        Spec(vocab=96, causal=(False, True), labels="shifted"),
-        Spec(vocab=96, positions="learned", loss="divisor"),
-        Spec(vocab=96, transposed=True),
-        Spec(vocab=96, attention="module", kv_heads=4),
+        pytest.param(2, GROUPED, id="bias-2"),
+        pytest.param(4, GROUPED, id="bias-beyond-kv-4"),
+        pytest.param(2, Spec(vocab=97, tied=True, bias=True), id="odd-tied-2"),
+        pytest.param(4, Spec(vocab=96, tied=True), id="tied-beyond-kv-4"),
+        pytest.param(4, Spec(vocab=97, kv_heads=4), id="odd-vocabulary-4"),
+        pytest.param(2, Spec(vocab=96, qk_norm=True), id="qk-norm-2"),
+        pytest.param(2, Spec(vocab=96, causal=(False, True), labels="shifted"), id="not-causal-2"),
+        pytest.param(4, Spec(vocab=96, positions="learned", loss="divisor"), id="learned-4"),
+        pytest.param(2, Spec(vocab=96, transposed=True), id="transposed-logits-2"),
+        pytest.param(2, Spec(vocab=96, attention="module", kv_heads=4), id="fused-qkv-2"),
     ],
-    ids=[
-        "bias", "tied", "odd-vocabulary", "odd-tied", "qk-norm", "not-causal", "learned-divisor",
-        "transposed-logits", "fused-qkv",
-    ],
-)  # fmt: skip
-def test_alone(spec: Spec, degree: int) -> None:
-    """Degree 4 with 2 KV heads also replicates K and V."""
+)
+def test_alone(degree: int, spec: Spec) -> None:
     check(plans.megatron(degree), spec, degree)
 
 
@@ -61,11 +56,7 @@ def test_in_a_ring(layout: str) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        plans.with_tensor(plans.ulysses(2), 2),
-        plans.with_data(plans.megatron(2), 2),
-        plans.with_tensor(plans.ring(2, "zigzag", "allgather"), 2),
-    ],
+    [plans.with_tensor(plans.ulysses(2), 2), plans.with_data(plans.megatron(2), 2)],
     ids=plans.name,
 )
 @pytest.mark.parametrize("spec", [GROUPED, Spec(vocab=97, tied=True)], ids=["bias", "odd-tied"])
@@ -77,7 +68,10 @@ def test_the_tensor_axis_may_be_outermost() -> None:
     """Which ranks are neighbours is the mesh's, the nesting is always ring, ulysses, tensor."""
     plan = {
         "mesh": {"tensor": 2, "ring": 2},
-        "strategies": {"ring": {"layout": "zigzag"}, "megatron_sp": {}},
+        "strategies": {
+            "ring": {"layout": "zigzag", "transport": "allgather"},
+            "megatron_sp": {},
+        },
     }
     check(plan, GROUPED, 4)
 

@@ -1,0 +1,227 @@
+"""One call -> one lowered program."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from seqcomp.capture.call import Call, InputDims
+from seqcomp.capture.canonical import canonicalise
+from seqcomp.capture.export import export_call
+from seqcomp.capture.facts import facts_of
+from seqcomp.capture.recognise import recognise_attention
+from seqcomp.capture.sizes import SpecialisedSizeError
+from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
+from seqcomp.lowering import ops
+from seqcomp.lowering.context import LoweringContext, run_passes
+from seqcomp.lowering.parameters import Cut
+from seqcomp.lowering.passes import PASSES
+from seqcomp.lowering.program import Program
+from seqcomp.lowering.scopes import ScopeBuilder
+from seqcomp.lowering.variants import CallSizes, mesh_view
+from seqcomp.plan.facts import ModelFacts
+from seqcomp.plan.resolve import ResolvedPlan
+from seqcomp.plan.rules import check_plan
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call to compile: of what, with which plan, under which name."""
+
+    module: torch.nn.Module
+    call: Call
+    dims: tuple[InputDims | None, ...]
+    sizes: CallSizes
+    resolved: ResolvedPlan
+    name: str
+    dump: Path | None = None
+
+
+def build_program(request: Request) -> Program:
+    """Captures and lowers one call. The same on every rank.
+
+    Raises PlanError with everything that stands in the way.
+    """
+    module, sizes, resolved = request.module, request.sizes, request.resolved
+    _refuse_hooks(module)
+    mesh = mesh_view(resolved)
+    if mesh.degrees and sizes.batch is None and sizes.length is None:
+        raise PlanError(
+            [
+                diagnostic(
+                    "SC503",
+                    where=type(module).__name__,
+                    found="no input with a batch and a sequence dim",
+                    legal="a tensor [batch, sequence, ...] among the inputs",
+                    help="name the dims in the plan: inputs: {x: {batch: 0, seq: 1}}",
+                )
+            ]
+        )
+    try:
+        graph, context, facts = _lowered(request, symbolic=True)
+    except SpecialisedSizeError:
+        # Some operation fixed a size that others keep symbolic: one program for these sizes.
+        graph, context, facts = _lowered(request, symbolic=False)
+    capture, attentions = context.capture, context.attentions
+    placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    builder = ScopeBuilder(graph, capture.state, _aliases(module), request.name)
+    root = builder.build([placeholders[n] for n in capture.inputs])
+    layout = resolved.layout_for(sizes.length, facts.all_causal)
+    return Program(
+        name=request.name,
+        capture=capture,
+        flat=graph,
+        pieces=tuple(builder.pieces),
+        root=root,
+        out_spec=capture.out_spec,
+        attentions=attentions,
+        findings=tuple(dict.fromkeys(context.findings)),
+        layout=layout,
+        facts=facts,
+        cuts=_cuts(context),
+    )
+
+
+def _lowered(
+    request: Request, *, symbolic: bool
+) -> tuple[torch.fx.Graph, LoweringContext, ModelFacts]:
+    module, resolved, mesh = request.module, request.resolved, mesh_view(request.resolved)
+    capture = export_call(
+        module,
+        request.call,
+        request.dims,
+        data_degree=mesh.degree(mesh.batch),
+        where=type(module).__name__,
+        symbolic=symbolic,
+    )
+    canonicalise(capture)
+    if symbolic and capture.is_specialised():
+        raise SpecialisedSizeError("an assertion of the capture fixes a size")
+    attentions = recognise_attention(capture, module)
+    facts = facts_of(capture, attentions, module)
+    paths = [path for path, _ in module.named_modules() if path]
+    found = check_plan(
+        resolved.plan, facts, world_size=resolved.world_size, seq_len=request.sizes.length,
+        module_paths=paths,
+    )  # fmt: skip
+    _check_names(resolved, capture.output_names, found)
+    raise_for_errors(errors_in(found))
+    context = LoweringContext(
+        capture=capture,
+        mesh=mesh,
+        attentions=attentions,
+        transports={a.where: resolved.transport_for(a.where) for a in attentions},
+        output_modes=tuple(_mode(resolved, n) for n in capture.output_names),
+        grad=torch.is_grad_enabled(),
+        findings=[f for f in found if f.severity != "error"],
+        dump=request.dump / request.name if request.dump is not None else None,
+    )
+    graph = run_passes(capture.graph, context, PASSES)
+    graph = _lifted_constants(graph, capture.constants, capture.state)
+    return graph, context, facts
+
+
+def _cuts(context: LoweringContext) -> dict[str, Cut]:
+    """Parameters that the tensor axis divides, by name."""
+    placement, axis = context.placement, context.mesh.tensor
+    assert placement is not None
+    if axis is None or placement.tensor is None:
+        return {}
+    return {
+        context.capture.state[node.name]: Cut(
+            next(i for i in range(len(spec.dims)) if axis in spec.axes_of(i)), axis
+        )
+        for node, spec in placement.tensor.specs.items()
+    }
+
+
+def _mode(resolved: ResolvedPlan, name: str) -> str:
+    """An entry for a container covers what is in it."""
+    parts = name.split(".")
+    prefixes = [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
+    given = resolved.plan.outputs
+    return next((given[p] for p in prefixes if p in given), "full")
+
+
+def _check_names(resolved: ResolvedPlan, outputs: tuple[str, ...], found: list[Diagnostic]) -> None:
+    known = {".".join(n.split(".")[:i]) for n in outputs for i in range(1, n.count(".") + 2)}
+    found.extend(
+        diagnostic(
+            "SC111",
+            where=f"outputs.{name}",
+            found=name,
+            legal=tuple(sorted(known)),
+            help="name an output of this call",
+        )
+        for name in resolved.plan.outputs
+        if name not in known
+    )
+
+
+def _refuse_hooks(module: torch.nn.Module) -> None:
+    hooked = [
+        path or "<root>"
+        for path, sub in module.named_modules()
+        if sub._forward_hooks
+        or sub._forward_pre_hooks
+        or sub._backward_hooks
+        or sub._backward_pre_hooks
+    ]
+    if hooked:
+        raise PlanError(
+            [
+                diagnostic(
+                    "SC306",
+                    where=path,
+                    found="hooks registered before the capture",
+                    legal="modules without hooks",
+                    help="remove the hooks, compile, and register them again",
+                )
+                for path in hooked
+            ]
+        )
+
+
+def _lifted_constants(
+    graph: torch.fx.Graph, constants: Mapping[str, torch.Tensor], state: dict[str, str]
+) -> torch.fx.Graph:
+    """Lifted tensors become operations that return them: no module owns them."""
+    anchor = next(n for n in graph.nodes if n.op != "placeholder")
+    for node in [n for n in graph.nodes if n.op == "placeholder"]:
+        name = state.get(node.name)
+        if name not in constants:
+            continue
+        with graph.inserting_before(anchor):
+            new = graph.call_function(ops.Constant(constants[name]), ())
+        new.meta["val"] = node.meta["val"]
+        new.meta["nn_module_stack"] = {}
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        del state[node.name]
+    return graph
+
+
+def _aliases(module: torch.nn.Module) -> dict[str, list[str]]:
+    """All names of each tensor that has several (tied parameters)."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in itertools.chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(tensor), []).append(name)
+    return {name: group for group in names.values() if len(group) > 1 for name in group}
+
+
+def fingerprint(program: Program) -> str:
+    """Equal on ranks that lowered the same program."""
+    text = "\n".join(piece.path + piece.code for piece in program.pieces)
+    targets = "\n".join(
+        str(n.target) for n in program.flat.nodes if isinstance(n.target, ops.Op)
+        and not isinstance(n.target, ops.Constant)
+    )  # fmt: skip
+    return hashlib.sha256((text + targets).encode()).hexdigest()[:16]
