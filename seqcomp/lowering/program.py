@@ -61,8 +61,8 @@ class ProgramCache:
     def get(self, key: Any, build: Callable[[str], Program]) -> Program:
         with self._lock:
             if key not in self._programs:
-                self._made += 1
                 self._programs[key] = build(f"p{self._made}")
+                self._made += 1
                 if len(self._programs) > MAX_PROGRAMS:
                     del self._programs[next(iter(self._programs))]
             return self._programs[key]

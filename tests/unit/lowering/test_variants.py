@@ -29,7 +29,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     original = compiled_module.build_program
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        made.append(kwargs["name"])
+        made.append(args[0].name)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(compiled_module, "build_program", counting)
@@ -89,7 +89,7 @@ def test_autocast_is_a_mode(captures: list[str]) -> None:
 
 
 def test_programs_are_bounded(captures: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_module, "_MAX_PROGRAMS", 2)
+    monkeypatch.setattr(compiled_module, "MAX_PROGRAMS", 2)
     model = seqcomp.parallelize(build(), plan=ALONE)
     for _, call in CHANGES:
         call(model)
