@@ -94,10 +94,10 @@ def export_call(
     ]
     try:
         with (
+            refuse_kept_values(module),
             _named_keywords(module, kwargs),
             _quiet(),
             refuse_hidden_gradients(),
-            refuse_kept_values(module),
             torch.autograd.graph.saved_tensors_hooks(_same, _same),
         ):
             exported = torch.export.export(

@@ -77,14 +77,21 @@ def example_call(module: torch.nn.Module, length: int = 32, batch: int = 2) -> d
     """A call of a model that takes token ids. Raises PlanError SC309 for others."""
     parameters = signature_of(module.forward).parameters
     name = next((n for n in ("input_ids", "tokens", "ids") if n in parameters), None)
-    if name is None:
+    others = [
+        p.name
+        for p in parameters.values()
+        if p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and p.name != name
+    ]
+    if name is None or others:
         raise PlanError(
             [
                 diagnostic(
                     "SC309",
                     where=type(module).__name__,
                     found=f"forward({', '.join(parameters)})",
-                    legal="a forward that takes input_ids, tokens or ids; or example_inputs",
+                    legal="a forward that needs input_ids, tokens or ids alone; or example_inputs",
                     help="pass example_inputs={...} with the arguments of one call",
                 )
             ]

@@ -7,6 +7,7 @@ not operations: the export traces through them and their gradients would be othe
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -56,36 +57,55 @@ def refuse_kept_values(module: torch.nn.Module) -> Iterator[None]:
     """Raises PlanError SC307 where the forward leaves tensors in attributes (`self.aux = ...`).
 
     A compiled call does not run that code, so the attribute would never change again. What the
-    traced forward left behind is removed.
+    traced forward left behind is removed. torch.export puts attributes back by itself, so the
+    look is from inside the traced call.
     """
-    before = {
-        path: {name: _frozen(value) for name, value in vars(sub).items()}
-        for path, sub in module.named_modules()
-    }
-    kept: list[str] = []
+    forward = module.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before = {
+            path: {name: _frozen(value) for name, value in vars(sub).items()}
+            for path, sub in module.named_modules()
+        }
+        result = forward(*args, **kwargs)
+        kept = _kept_values(module, before)
+        if kept:
+            raise PlanError(
+                [
+                    diagnostic(
+                        "SC307",
+                        where=name,
+                        found="forward keeps a tensor in this attribute",
+                        legal="a forward that returns what it computes",
+                        help="return the value as an output of forward",
+                    )
+                    for name in kept
+                ]
+            )
+        return result
+
+    watched.__signature__ = inspect.signature(forward)
+    previous = vars(module).get("forward")
+    vars(module)["forward"] = watched
     try:
         yield
     finally:
-        for path, sub in module.named_modules():
-            known = before.get(path, {})
-            for name, value in list(vars(sub).items()):
-                if name in _OWN or not _has_tensor(value) or _same(known.get(name), value):
-                    continue
-                kept.append(f"{path}.{name}".lstrip("."))
-                _put_back(sub, name, known.get(name))
-    if kept:
-        raise PlanError(
-            [
-                diagnostic(
-                    "SC307",
-                    where=name,
-                    found="forward keeps a tensor in this attribute",
-                    legal="a forward that returns what it computes",
-                    help="return the value as an output of forward",
-                )
-                for name in kept
-            ]
-        )
+        if previous is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = previous
+
+
+def _kept_values(module: torch.nn.Module, before: dict[str, dict[str, Any]]) -> list[str]:
+    kept = []
+    for path, sub in module.named_modules():
+        known = before.get(path, {})
+        for name, value in list(vars(sub).items()):
+            if name in _OWN or not _has_tensor(value) or _same(known.get(name), value):
+                continue
+            kept.append(f"{path}.{name}".lstrip("."))
+            _put_back(sub, name, known.get(name))
+    return kept
 
 
 _OWN = ("_parameters", "_buffers", "_modules")

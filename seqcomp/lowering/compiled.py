@@ -338,6 +338,9 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return compiled.call(args, kwargs)
 
 
+_forward.__name__ = "forward"  # as in program.py
+
+
 def compiled_of(module: torch.nn.Module) -> CompiledModule | None:
     """The CompiledModule of a module, or None."""
     found: CompiledModule | None = vars(module).get(_SLOT)

@@ -79,11 +79,11 @@ def _pointwise(source: Node, op: ops.Shard, context: LoweringContext) -> Cuts | 
     shape = context.capture.shape(source)
     cuts: Cuts = {}
     for operand in source.all_input_nodes:
+        if "val" not in operand.meta:
+            return None  # a redistribution: its sizes are local ones already
         if not is_tensor(operand):
             continue
-        own = context.capture.shape(operand) if "val" in operand.meta else None
-        if own is None:
-            return None
+        own = context.capture.shape(operand)
         at = op.dim - (len(shape) - len(own))
         whole = at >= 0 and own[at] == shape[op.dim] and own[at] != 1
         cuts[operand] = ops.Shard(at, op.axes) if whole else None

@@ -122,11 +122,15 @@ def _forward(self: torch.nn.Module, *args: Any, seqcomp: str = "", **kwargs: Any
     return piece(self, *args)
 
 
+# Pickle stores a bound method by this name: what is loaded is the module's own forward.
+_forward.__name__ = "forward"
+
+
 def replace_forward(module: torch.nn.Module, function: Callable[..., Any]) -> None:
     """Sets the instance's forward, keeping one that the instance had of its own."""
     if "forward" in vars(module):
         vars(module)[_KEPT] = vars(module)["forward"]
-    # A bound method of a plain function survives copying and pickling of the module.
+    # A bound method is copied with its module; see the name that the functions are given.
     vars(module)["forward"] = types.MethodType(function, module)
 
 

@@ -25,6 +25,9 @@ def attention_rule(node: Node, env: Env) -> Decision:
     tokens = _token_axes(env, q)
     batch = _batch_dim(env, (q, k, v))
     length = env.shape(q)[2]
+    broadcast = any(env.shape(n)[0] != shape[0] for n in (q, k, v))
+    if broadcast:
+        tokens = ()  # one memory for all samples: kernels of blocks do not broadcast
     by_head, tokens = _head_axes(env, info, tokens)
 
     def heads_of(item: Node) -> Dim:
@@ -45,7 +48,8 @@ def attention_rule(node: Node, env: Env) -> Decision:
         if is_tensor(mask):
             wants[mask] = _batch_only(mask, batch, env)
         out = Spec((batch, heads_of(q), whole(length), whole(shape[3])))
-        return Decision(wants, out, form="heads", attributes=attributes)
+        lost = "attention broadcasts its memory over the batch" if broadcast else ""
+        return Decision(wants, out, form="heads", attributes=attributes, gathered=lost)
     out = Spec((batch, heads_of(q), (Factor(length, tokens),), whole(shape[3])))
     if env.shape(k)[2] != length:
         if info.mask != Full():
