@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
 from seqcomp.capture.edit import is_tensor
@@ -57,41 +59,24 @@ def _finish(
     if own != spec:
         leaf = _redistributed(graph, context, leaf, spec, own, output, "partial")
         spec = own
-    value = leaf
-    touched: set[str] = set(spec.axes)
-    if spec.partial:
-        value = call(ops.AllReduce(spec.partial, "replicated", name), value)
-        touched |= set(spec.partial)
     if mode == "sharded":
         want = _by_tokens(context, spec)
-        if want != spec:
+        if want is not None:
             return _redistributed(graph, context, leaf, spec, want, output, "partial")
+    value = leaf
+    touched: set[str] = {*spec.axes, *spec.partial}
+    if spec.partial:
+        value = call(ops.AllReduce(spec.partial, "replicated", name), value)
+        spec = replace(spec, partial=())
     cut = [i for i in range(len(spec.dims)) if set(spec.axes_of(i)) & set(sequence)]
     if cut and mode == "full":
-        if any(len(spec.dims[index]) > 1 for index in cut):
-            return _whole_flat(graph, context, name, captured, leaf, spec, output)
-        for index in cut:
-            value = call(ops.Gather(index, spec.axes_of(index), "replicated", name), value)
         _report_large(context, name, captured)
+        whole = spec.without(sequence)
+        value = _redistributed(graph, context, value, spec, whole, output, "replicated", name)
     alike = tuple(a for a in context.mesh.degrees if a not in touched)
     if alike and differentiable and leaf.op != "placeholder":
         value = call(ops.OwnCotangent(alike), value)
     return value
-
-
-def _whole_flat(
-    graph: Graph,
-    context: LoweringContext,
-    name: str,
-    captured: Node,
-    leaf: Node,
-    spec: Spec,
-    output: Node,
-) -> Node:
-    """[B*S, ...] outputs: gathered through [B, S, ...]; the batch part stays cut."""
-    _report_large(context, name, captured)
-    want = spec.without(context.mesh.sequence)
-    return _redistributed(graph, context, leaf, spec, want, output, "replicated")
 
 
 def _own_batch(context: LoweringContext, spec: Spec) -> Spec:
@@ -105,21 +90,17 @@ def _own_batch(context: LoweringContext, spec: Spec) -> Spec:
     return spec
 
 
-def _by_tokens(context: LoweringContext, spec: Spec) -> Spec:
-    """The value cut by tokens over all sequence axes, where it is whole or cut by features."""
-    sequence, axis = context.mesh.sequence, context.mesh.tensor
-    if axis is not None and axis not in spec.partial:
-        outer, bare = tuple(a for a in sequence if a != axis), spec.without([axis])
-    else:
-        outer, bare = (), spec
-    if not outer and set(sequence) & {*bare.axes, *bare.partial}:
-        return spec
-    for index, dim in enumerate(bare.dims):
+def _by_tokens(context: LoweringContext, spec: Spec) -> Spec | None:
+    """The value cut by tokens over all sequence axes; None where it has no sequence dim."""
+    sequence = context.mesh.sequence
+    bare = replace(spec.without(sequence), partial=())
+    for index, dim in enumerate(spec.dims):
         for at, factor in enumerate(dim):
-            if factor.size == context.capture.length and factor.axes == outer:
-                cut = Factor(factor.size, context.mesh.sequence)
-                return bare.with_dim(index, (*dim[:at], cut, *dim[at + 1 :]))
-    return spec
+            if factor.size == context.capture.length and set(factor.axes) <= set(sequence):
+                cut = Factor(factor.size, sequence)
+                plain = [Factor(f.size, tuple(a for a in f.axes if a not in sequence)) for f in dim]
+                return bare.with_dim(index, (*plain[:at], cut, *plain[at + 1 :]))
+    return None
 
 
 def _redistributed(
@@ -130,8 +111,10 @@ def _redistributed(
     want: Spec,
     output: Node,
     cotangent: Cotangent,
+    label: str = "",
 ) -> Node:
-    made = Redistributor(graph, context.mesh, size_emitter(graph, context), cotangent=cotangent)
+    sizes = size_emitter(graph, context)
+    made = Redistributor(graph, context.mesh, sizes, cotangent=cotangent, label=label)
     return made.get(leaf, have, want, output)
 
 

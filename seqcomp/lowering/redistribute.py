@@ -30,7 +30,9 @@ class Redistributor:
         mesh: MeshView,
         sizes: SizeEmitter,
         cotangent: Cotangent = "partial",
+        label: str = "",
     ):
+        self._label = label
         self._cotangent: Cotangent = cotangent
         self._graph = graph
         self._mesh = mesh
@@ -49,7 +51,7 @@ class Redistributor:
 
     def _build(self, node: Node, have: Spec, want: Spec, before: Node) -> Node:
         scope = common_scope(node, before)
-        label = module_path(before)
+        label = self._label or module_path(before)
         value = node
         sum_axes = tuple(a for a in have.partial if a not in want.partial)
         target = self._scatter_dim(have, want, sum_axes)
@@ -176,9 +178,16 @@ class Redistributor:
         return node
 
 
+class TornDimError(Exception):
+    """Two factorings of a dim cut across each other: one becomes the other by way of the whole."""
+
+
 def _kept(old: Dim, new: Dim) -> Dim:
-    """The dim with the axes that it has before and after."""
-    steps = refine(old, new)
+    """The dim with the axes that it has before and after; the whole where neither fits."""
+    try:
+        steps = refine(old, new)
+    except TornDimError:
+        return merged(tuple(Factor(f.size) for f in old))
     return merged(
         tuple(Factor(size, tuple(a for a in was if a in will)) for size, was, will in steps)
     )
@@ -206,8 +215,8 @@ def refine(old: Dim, new: Dim) -> list[tuple[Size, tuple[str, ...], tuple[str, .
             size, left, right = a.size, left[1:], [Factor(rest), *right[1:]]
         else:
             size = common(a.size, b.size)
-            assert size != 1, f"{old} against {new}"
-            assert not a.axes + b.axes, f"{old} against {new}"
+            if size == 1 or a.axes or b.axes:
+                raise TornDimError(f"{old} against {new}")
             left = [Factor(divide(a.size, size)), *left[1:]]
             right = [Factor(divide(b.size, size)), *right[1:]]
         if size == 1:

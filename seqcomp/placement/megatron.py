@@ -113,32 +113,20 @@ def _plan_mlp(plan: TensorPlan, capture: Capture, node: Node) -> None:
 
 
 def _plan_vocabulary(plan: TensorPlan, capture: Capture, linears: Iterable[Node]) -> None:
-    """Embeddings of token ids, and linears whose result goes to a token loss or out."""
-    heads = [n for n in linears if n not in plan.roles and _is_head(n)]
+    """Embeddings of token ids, and linears that give one number per word of such a vocabulary.
+
+    Known from sizes alone, so that calls with and without labels agree on the cut.
+    """
+    words = set()
     for node in capture.graph.nodes:
         if op_name(node) == "aten.embedding" and node.args[0].name in capture.parameters:
             rows = int(node.args[0].meta["val"].shape[0])
             if _from_input(node.args[1], capture) and rows % plan.degree == 0:
+                words.add(rows)
                 _cut(plan, capture, node, "vocabulary")
-    for node in heads:
-        if _width(node, capture) % plan.degree == 0:
+    for node in linears:
+        if node not in plan.roles and _width(node, capture) in words:
             _cut(plan, capture, node, "vocabulary")
-
-
-def _is_head(node: Node) -> bool:
-    """Every path leads to a token loss or to an output, element by element."""
-    seen, work = set(), list(node.users)
-    while work:
-        user = work.pop()
-        if user in seen or user.op == "output":
-            continue
-        seen.add(user)
-        if op_name(user) == "aten.cross_entropy_loss":
-            continue
-        if not (op_name(user) in VIEWS or is_pointwise(user)):
-            return False
-        work.extend(user.users)
-    return True
 
 
 def _from_input(node: Node, capture: Capture) -> bool:

@@ -34,6 +34,7 @@ class _Entry:
     group: dist.ProcessGroup
     world: dist.ProcessGroup
     users: int = 0
+    pinned: bool = False
 
 
 # Keyed by (partition, backend). A whole partition, not one's own ranks: creating groups is
@@ -97,6 +98,7 @@ class ProcessContext(RankContext):
         assert isinstance(communicator, ProcessCommunicator)
         if communicator._group is None:
             return None
+        _pin(communicator._group)
         return DeviceMesh.from_group(communicator._group, self.device.type, mesh_dim_names=(axis,))
 
     def close(self) -> None:
@@ -253,6 +255,14 @@ def _acquire(
         entry = _groups[key] = _Entry(mine, world)
     entry.users += 1
     return entry.group
+
+
+def _pin(group: dist.ProcessGroup) -> None:
+    """Keeps a group for good: DTensor caches specs by equal meshes, whatever their groups."""
+    for entry in _groups.values():
+        if entry.group is group and not entry.pinned:
+            entry.pinned = True
+            entry.users += 1
 
 
 def _release(key: tuple[Partition, str]) -> None:

@@ -72,7 +72,9 @@ def looks(rank: int, world: int, plan: plans.Plan) -> None:
     for name, value in original.state_dict().items():
         assert torch.equal(whole(state[name]), value), name
     # A state dict of whole tensors made into DTensors loads back; the module stays compiled.
-    doubled = {name: value * 2 if value.is_floating_point() else value for name, value in state.items()}
+    doubled = {
+        name: value * 2 if value.is_floating_point() else value for name, value in state.items()
+    }
     model.load_state_dict(doubled)
     for name, value in original.state_dict().items():
         assert torch.equal(whole(model.state_dict()[name]), value * 2), name
@@ -170,7 +172,8 @@ def frozen_run(rank: int, world: int) -> None:
         if name.startswith(frozen):
             assert p.grad is None, name
         else:
-            assert p.grad is not None and q.grad is not None
+            assert p.grad is not None
+            assert q.grad is not None
             torch.testing.assert_close(whole(p.grad), q.grad, **LOW)
     seqcomp.of(model).close()
 
@@ -193,7 +196,8 @@ def accumulate(rank: int, world: int) -> None:
     for losses in pair:
         sum(losses).backward()  # type: ignore[union-attr]
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-        assert p.grad is not None and q.grad is not None
+        assert p.grad is not None
+        assert q.grad is not None
         torch.testing.assert_close(whole(p.grad), q.grad, **LOW)
     seqcomp.of(model).close()
 

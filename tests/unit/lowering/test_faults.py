@@ -39,6 +39,9 @@ def test_what_the_graph_would_lose_is_refused_by_code(idiom: Idiom) -> None:
 class Masked(nn.Module):
     """A causal mask and a table in buffers; one linear; tokens [B, S, D]."""
 
+    causal: Tensor
+    table: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.mixed = nn.Linear(D, D)
@@ -85,12 +88,12 @@ def after_change(
     return out.detach(), gradients(model)
 
 
-def _replaced_linear(m: nn.Module) -> None:
+def _replaced_linear(m: Any) -> None:
     torch.manual_seed(11)
     m.mixed = nn.Linear(D, D).to(torch.float64)
 
 
-def _doubled_inputs(m: nn.Module) -> None:
+def _doubled_inputs(m: Any) -> None:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         assert all(isinstance(a, Tensor) for a in args)
         return (args[0] * 2,)
@@ -98,7 +101,7 @@ def _doubled_inputs(m: nn.Module) -> None:
     m.mixed.register_forward_pre_hook(hook)
 
 
-def _tripled_outputs(m: nn.Module) -> None:
+def _tripled_outputs(m: Any) -> None:
     def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         assert isinstance(out, Tensor)
         assert all(isinstance(a, Tensor) for a in args)
@@ -107,7 +110,7 @@ def _tripled_outputs(m: nn.Module) -> None:
     m.mixed.register_forward_hook(hook)
 
 
-def _doubled_gradients(m: nn.Module) -> None:
+def _doubled_gradients(m: Any) -> None:
     def hook(module: nn.Module, given: Any, made: Any) -> tuple[Any, ...]:
         assert all(isinstance(g, Tensor) for g in (*given, *made))
         return tuple(g * 2 for g in given)
@@ -115,7 +118,7 @@ def _doubled_gradients(m: nn.Module) -> None:
     m.mixed.register_full_backward_hook(hook)
 
 
-CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
+CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
     "mask_filled": (Masked, lambda m: m.causal.fill_(True)),
     "mask_replaced": (
         Masked,

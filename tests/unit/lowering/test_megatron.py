@@ -94,7 +94,8 @@ def test_a_lost_or_doubled_sum_is_noticed() -> None:
     assert_shows(want, scaled(want, 2.0))
     norm = want.gradients["norm.weight"]
     assert norm is not None
-    assert_shows(want, type(want)(want.loss, want.logits, {**want.gradients, "norm.weight": norm / 2}))
+    halved = {**want.gradients, "norm.weight": norm / 2}
+    assert_shows(want, type(want)(want.loss, want.logits, halved))
 
 
 def test_replicated_gradients_are_the_same_on_every_rank() -> None:
@@ -107,9 +108,7 @@ def test_replicated_gradients_are_the_same_on_every_rank() -> None:
         cut = set(seqcomp.of(model).programs[-1].cuts)
         return {n: p.grad for n, p in model.named_parameters() if n not in cut}
 
-    first, *others = lockstep(
-        lambda: build(spec), plans.megatron(4), step, inputs=inputs(spec)
-    )
+    first, *others = lockstep(lambda: build(spec), plans.megatron(4), step, inputs=inputs(spec))
     assert {f"layers.0.attn.{n}.weight" for n in ("k", "v", "q_norm", "k_norm")} <= set(first)
     assert {"layers.0.attn.o.bias", "layers.1.mlp.down.bias", "layers.1.n1.weight"} <= set(first)
     for other in others:

@@ -182,7 +182,9 @@ def test_bytes(plan: plans.Plan) -> None:
     mesh = plan["mesh"]
     degree = mesh["tensor"]
     tokens = LENGTH // (mesh.get("ring", 1) * mesh.get("ulysses", 1))
-    shape = AttentionShape(1, tokens, SPEC.heads, SPEC.kv_heads, SPEC.head_dim, ELEMENT, hidden=SPEC.hidden)
+    shape = AttentionShape(
+        1, tokens, SPEC.heads, SPEC.kv_heads, SPEC.head_dim, ELEMENT, hidden=SPEC.hidden
+    )
     shape_bytes = (degree - 1) * tokens * SPEC.hidden * ELEMENT
     for seen in on_ranks(plan):
         assert seen.reported == seen.traffic
