@@ -42,6 +42,8 @@ def hoist_shards_pass(graph: Graph, context: LoweringContext) -> Graph:
                 made[key].meta["source"] = operand
                 if operand.op != "placeholder":
                     work.append(made[key])
+            else:
+                operand.append(made[key])  # it may stand behind `source`
             replaced[operand] = made[key]
         _rewrite(graph, node, source, replaced)
     return graph

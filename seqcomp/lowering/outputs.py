@@ -85,8 +85,10 @@ def _own_batch(context: LoweringContext, spec: Spec) -> Spec:
     if not axes or set(axes) & {*spec.axes, *spec.partial}:
         return spec
     for index, dim in enumerate(spec.dims):
-        if len(dim) == 1 and dim[0].size == batch and not dim[0].axes:
-            return spec.with_dim(index, (Factor(dim[0].size, axes),))
+        for at, factor in enumerate(dim):
+            if factor.size == batch and not factor.axes:
+                cut = Factor(factor.size, axes)
+                return spec.with_dim(index, (*dim[:at], cut, *dim[at + 1 :]))
     return spec
 
 
