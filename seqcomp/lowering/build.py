@@ -118,12 +118,28 @@ def _lowered(
         transports={a.where: resolved.transport_for(a.where) for a in attentions},
         output_modes=tuple(_mode(resolved, n) for n in capture.output_names),
         grad=torch.is_grad_enabled(),
-        findings=[f for f in found if f.severity != "error"],
+        findings=[*(f for f in found if f.severity != "error"), *_dropped_cache(request)],
         dump=request.dump / request.name if request.dump is not None else None,
     )
     graph = run_passes(capture.graph, context, PASSES)
     graph = _lifted_constants(graph, capture.constants, capture.state)
     return graph, context, facts
+
+
+def _dropped_cache(request: Request) -> list[Diagnostic]:
+    """SC310 where the model would make a KV cache by its own default."""
+    config = getattr(request.module, "config", None)
+    if not getattr(config, "use_cache", False) or request.call.kwargs.get("use_cache") is not False:
+        return []
+    return [
+        diagnostic(
+            "SC310",
+            where=type(request.module).__name__,
+            found="config.use_cache=True",
+            legal="use_cache=False in compiled calls",
+            help="nothing to do; set config.use_cache = False to silence this",
+        )
+    ]
 
 
 def _cuts(context: LoweringContext) -> dict[str, Cut]:

@@ -142,3 +142,20 @@ def test_the_first_call_may_be_under_hooks_that_read_values() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy(), torch.from_numpy):
         model(**inputs())["loss"].backward()
     assert model.emb.weight.grad is not None
+
+
+def test_a_cache_by_default_is_reported_as_not_made() -> None:
+    """transformers models make a cache by their own default; compiled calls do not, and say so."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = seqcomp.parallelize(transformers.LlamaForCausalLM(config), plan=ALONE)
+    out = model(input_ids=torch.zeros((1, 8), dtype=torch.long))
+    assert out.past_key_values is None
+    assert "SC310" in [f.code for f in seqcomp.of(model).report().findings]
