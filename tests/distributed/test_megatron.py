@@ -11,7 +11,7 @@ from tests.fixtures.pool import Pools
 
 EVEN = Spec(vocab=96, bias=True)
 TIED = Spec(vocab=96, tied=True)
-CALLS = (Call(), Call({"seq": 32, "batch": 1}), Call(mode="eval"), Call(mode="no_grad"))
+CALLS = (Call(), Call({"seq": 32, "batch": 4}), Call(mode="eval"), Call(mode="no_grad"))
 
 
 @pytest.mark.distributed
