@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import sympy
 from torch.fx import Node
 
 from seqcomp.capture.edit import is_tensor
@@ -118,10 +117,6 @@ def summed(spec: Spec) -> Spec:
     return replace(spec, partial=())
 
 
-def as_is(spec: Spec, size: Size | None = None) -> Spec:
-    return spec
-
-
 def outputs_of(node: Node, env: Env) -> list[tuple[Size, ...]]:
     """Shapes of the outputs of a node that returns several tensors."""
     from seqcomp.capture.sizes import expression
@@ -189,7 +184,3 @@ def replicated_outputs(node: Node, env: Env) -> Spec | tuple[Spec, ...]:
     if isinstance(node.meta.get("val"), list | tuple):
         return tuple(replicated(shape) for shape in outputs_of(node, env))
     return Spec(())
-
-
-def integer(value: int) -> Size:
-    return sympy.Integer(value)
