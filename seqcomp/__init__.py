@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from seqcomp.api import of, parallelize
     from seqcomp.diagnostics import Diagnostic, PlanError
-    from seqcomp.integrations.not_built import explain, verify
+    from seqcomp.integrations.not_built import explain
     from seqcomp.integrations.validate import validate
     from seqcomp.plan.load import load_plan
     from seqcomp.plan.schema import Plan
+    from seqcomp.verify.run import verify
 
 __version__ = "0.1.0"
 
@@ -46,8 +47,10 @@ def _home(name: str) -> str | None:
             return "seqcomp.integrations.validate"
         case "parallelize" | "of":
             return "seqcomp.api"
-        case "explain" | "verify":
+        case "explain":
             return "seqcomp.integrations.not_built"
+        case "verify":
+            return "seqcomp.verify.run"
     return None
 
 

@@ -143,8 +143,11 @@ def attach(
     *,
     cache: ProgramCache | None = None,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    keep_global: bool = False,
 ) -> Module:
     """Compiles `model` for one rank whose place in the mesh is `context`.
+
+    keep_global: programs keep their global graph, for the verifier.
 
     Raises PlanError as `parallelize` does.
     """
@@ -157,6 +160,7 @@ def attach(
     compiled = Compiled(
         model, resolved, context,
         cache=cache or ProgramCache(), dump=Path(dump) if dump else None,
+        keep_global=keep_global,
     )  # fmt: skip
     if example_inputs is not None:
         named = isinstance(example_inputs, Mapping)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from seqcomp.cli.validate import validate
+from seqcomp.cli.verify import verify
 
 
 def build_app() -> typer.Typer:
@@ -20,6 +21,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_options)
     app.command()(validate)
+    app.command()(verify)
     return app
 
 

@@ -63,6 +63,12 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "The library or the factory named in the spec raised an error."),
     ("SC022", "error", "the model cannot be analysed",
      "Heads, lengths and masks could not be read from the model."),
+    ("SC024", "error", "there is nothing to differentiate",
+     "The verifier compares gradients: some output must depend on parameters."),
+    ("SC025", "error", "the functions cannot be sent to other processes",
+     "Real ranks import the functions that build the model and its inputs by name."),
+    ("SC026", "error", "the model does not fit this machine",
+     "The verifier holds a copy of the model, and its gradients, for every rank."),
     # --- mesh, axes, world ----------------------------------------------------------------
     ("SC101", "error", "a strategy uses an axis that the mesh does not have",
      "Every axis named by a strategy is an entry of mesh."),

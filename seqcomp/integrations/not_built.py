@@ -17,16 +17,6 @@ def explain(model: Any, plan: Any, *, seq_len: int, batch: int = 1, dtype: Any =
     _not_built("explain")
 
 
-def verify(model_fn: Any, plan: Any, *, inputs_fn: Any, backend: str = "lockstep") -> NoReturn:
-    """Compare a compiled model with the original. Not available yet.
-
-    Raises:
-        PlanError: always (SC920).
-    """
-    del model_fn, plan, inputs_fn, backend
-    _not_built("verify")
-
-
 def _not_built(name: str) -> NoReturn:
     raise PlanError(
         diagnostic(

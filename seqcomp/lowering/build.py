@@ -23,6 +23,7 @@ from seqcomp.lowering.parameters import Cut
 from seqcomp.lowering.passes import PASSES
 from seqcomp.lowering.program import Program
 from seqcomp.lowering.scopes import ScopeBuilder
+from seqcomp.lowering.snapshot import snapshot
 from seqcomp.lowering.variants import CallSizes, mesh_view
 from seqcomp.plan.facts import ModelFacts
 from seqcomp.plan.resolve import ResolvedPlan
@@ -40,6 +41,7 @@ class Request:
     resolved: ResolvedPlan
     name: str
     dump: Path | None = None
+    keep_global: bool = False
 
 
 def build_program(request: Request) -> Program:
@@ -67,7 +69,9 @@ def build_program(request: Request) -> Program:
     except SpecialisedSizeError:
         # Some operation fixed a size that others keep symbolic: one program for these sizes.
         graph, context, facts = _lowered(request, symbolic=False)
+    kept = snapshot(graph, context)
     capture, attentions = context.capture, context.attentions
+    graph = _lifted_constants(graph, capture.constants, capture.state)
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     builder = ScopeBuilder(graph, capture.state, _aliases(module), request.name)
     root = builder.build([placeholders[n] for n in capture.inputs])
@@ -84,6 +88,7 @@ def build_program(request: Request) -> Program:
         layout=layout,
         facts=facts,
         cuts=_cuts(context),
+        kept=kept,
     )
 
 
@@ -116,14 +121,13 @@ def _lowered(
         mesh=mesh,
         attentions=attentions,
         transports={a.where: resolved.transport_for(a.where) for a in attentions},
-        output_modes=tuple(_mode(resolved, n) for n in capture.output_names),
+        output_modes=tuple(output_mode(resolved, n) for n in capture.output_names),
         grad=torch.is_grad_enabled(),
         findings=[*(f for f in found if f.severity != "error"), *_dropped_cache(request)],
         dump=request.dump / request.name if request.dump is not None else None,
+        keep_global=request.keep_global,
     )
-    graph = run_passes(capture.graph, context, PASSES)
-    graph = _lifted_constants(graph, capture.constants, capture.state)
-    return graph, context, facts
+    return run_passes(capture.graph, context, PASSES), context, facts
 
 
 def _dropped_cache(request: Request) -> list[Diagnostic]:
@@ -156,8 +160,8 @@ def _cuts(context: LoweringContext) -> dict[str, Cut]:
     }
 
 
-def _mode(resolved: ResolvedPlan, name: str) -> str:
-    """An entry for a container covers what is in it."""
+def output_mode(resolved: ResolvedPlan, name: str) -> str:
+    """full, sharded or drop. An entry for a container covers what is in it."""
     parts = name.split(".")
     prefixes = [".".join(parts[:i]) for i in range(len(parts), 0, -1)]
     given = resolved.plan.outputs

@@ -62,6 +62,7 @@ class CompiledModule:
         *,
         cache: ProgramCache,
         dump: Path | None = None,
+        keep_global: bool = False,
     ):
         self._module = module
         self._resolved = resolved
@@ -70,6 +71,7 @@ class CompiledModule:
         self._consensus = Consensus(context, resolved.checks)
         self._cache = cache
         self._dump = dump
+        self._keep_global = keep_global
         self._programs: OrderedDict[tuple[str, Variant], tuple[Program, Callable[..., Any]]] = (
             OrderedDict()
         )
@@ -156,9 +158,10 @@ class CompiledModule:
         leaves = run(self._module, *call.leaves)
         return pytree.tree_unflatten(list(leaves), program.out_spec)
 
-    def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Compiles for a call without running it."""
-        self._find(args, kwargs)
+    def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Program, Call]:
+        """Compiles for a call without running it; its program, and the call as it was bound."""
+        program, _, call = self._find(args, kwargs)
+        return program, call
 
     def _find(
         self, args: Sequence[Any], kwargs: dict[str, Any]
@@ -256,7 +259,16 @@ class CompiledModule:
                 program = self._cache.get(
                     (variant, sizes, self._resolved.plan, self._epoch),
                     lambda name: build_program(
-                        Request(self._module, call, dims, sizes, self._resolved, name, self._dump)
+                        Request(
+                            self._module,
+                            call,
+                            dims,
+                            sizes,
+                            self._resolved,
+                            name,
+                            self._dump,
+                            self._keep_global,
+                        )
                     ),
                 )
         except PlanError as error:
@@ -277,7 +289,7 @@ class CompiledModule:
             (name, self._module.get_buffer(name), self._module.get_buffer(name)._version)
             for name in program.capture.read
         ]
-        run = install(program, self._module, self._binding(program))
+        run = install(program, self._module, self.binding(program))
         self._programs[(program.name, variant)] = (program, run)
         if len(self._programs) > MAX_PROGRAMS:
             oldest, _ = self._programs.popitem(last=False)[1]
@@ -306,7 +318,8 @@ class CompiledModule:
     def _parameters(self) -> contextlib.AbstractContextManager[None]:
         return self._cut.whole() if self._cut is not None else contextlib.nullcontext()
 
-    def _binding(self, program: Program) -> ops.RankBinding:
+    def binding(self, program: Program) -> ops.RankBinding:
+        """What binds a program's operations to this rank."""
         return ops.RankBinding(
             context=self._context,
             sequence=self._mesh.sequence,

@@ -15,8 +15,21 @@ from seqcomp.capture.recognise import AttentionInfo
 from seqcomp.diagnostics import Diagnostic
 from seqcomp.placement.assign import Placement
 from seqcomp.placement.rule import MeshView
+from seqcomp.placement.spec import Spec
 
 logger = logging.getLogger("seqcomp")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A value of the local graph: a part of the value `source` of the global graph.
+
+    `moved` names the redistribution that made it; None where it is the operation's own result.
+    """
+
+    source: str
+    spec: Spec
+    moved: str | None = None
 
 
 @dataclass
@@ -32,6 +45,14 @@ class LoweringContext:
     placement: Placement | None = None
     findings: list[Diagnostic] = field(default_factory=list)
     dump: Path | None = None
+    keep_global: bool = False
+    kept: torch.fx.Graph | None = None
+    traced: dict[torch.fx.Node, Traced] = field(default_factory=dict)
+
+    def replaced(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
+        """`new` has taken the place of `old` in the local graph."""
+        if old in self.traced:
+            self.traced[new] = self.traced.pop(old)
 
 
 Graph = torch.fx.Graph

@@ -45,11 +45,11 @@ def hoist_shards_pass(graph: Graph, context: LoweringContext) -> Graph:
             else:
                 operand.append(made[key])  # it may stand behind `source`
             replaced[operand] = made[key]
-        _rewrite(graph, node, source, replaced)
+        context.replaced(node, _rewrite(graph, node, source, replaced))
     return graph
 
 
-def _rewrite(graph: Graph, node: Node, source: Node, replaced: dict[Node, Node]) -> None:
+def _rewrite(graph: Graph, node: Node, source: Node, replaced: dict[Node, Node]) -> Node:
     def swap(item: Node) -> Node:
         return replaced.get(item, item)
 
@@ -62,6 +62,7 @@ def _rewrite(graph: Graph, node: Node, source: Node, replaced: dict[Node, Node])
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     graph.erase_node(source)
+    return new
 
 
 Cuts = dict[Node, ops.Shard | None]

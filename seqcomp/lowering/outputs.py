@@ -10,7 +10,7 @@ from seqcomp.capture.edit import is_tensor
 from seqcomp.capture.sizes import evaluate
 from seqcomp.diagnostics import diagnostic
 from seqcomp.lowering import ops
-from seqcomp.lowering.context import Graph, LoweringContext
+from seqcomp.lowering.context import Graph, LoweringContext, Traced
 from seqcomp.lowering.redistribute import Redistributor
 from seqcomp.lowering.sizes import size_emitter
 from seqcomp.placement.spec import Factor, Spec
@@ -34,14 +34,18 @@ def output_boundary_pass(graph: Graph, context: LoweringContext) -> Graph:
         if mode == "drop" or not isinstance(leaf, Node) or not is_tensor(leaf):
             results.append(None if mode == "drop" else leaf)
         else:
-            results.append(_finish(graph, context, name, mode, leaf, output))
+            value, spec = _finish(graph, context, name, mode, leaf, output)
+            if value is not leaf and leaf in context.traced:
+                context.traced[value] = Traced(context.traced[leaf].source, spec, f"output {name}")
+            results.append(value)
     output.args = (tuple(results),)
     return graph
 
 
 def _finish(
     graph: Graph, context: LoweringContext, name: str, mode: str, leaf: Node, output: Node
-) -> Node:
+) -> tuple[Node, Spec]:
+    """What the caller sees of `leaf`, and its placement."""
     assert context.placement is not None
     spec = context.placement.native[leaf]
     assert isinstance(spec, Spec)
@@ -62,7 +66,7 @@ def _finish(
     if mode == "sharded":
         want = _by_tokens(context, spec)
         if want is not None:
-            return _redistributed(graph, context, leaf, spec, want, output, "partial")
+            return _redistributed(graph, context, leaf, spec, want, output, "partial"), want
     value = leaf
     touched: set[str] = {*spec.axes, *spec.partial}
     if spec.partial:
@@ -73,10 +77,11 @@ def _finish(
         _report_large(context, name, captured)
         whole = spec.without(sequence)
         value = _redistributed(graph, context, value, spec, whole, output, "replicated", name)
+        spec = whole
     alike = tuple(a for a in context.mesh.degrees if a not in touched)
     if alike and differentiable and leaf.op != "placeholder":
         value = call(ops.OwnCotangent(alike), value)
-    return value
+    return value, spec
 
 
 def _own_batch(context: LoweringContext, spec: Spec) -> Spec:

@@ -7,11 +7,12 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import argument, is_tensor, module_path, op_name
 from seqcomp.lowering import ops
-from seqcomp.lowering.context import Graph, LoweringContext, Pass
+from seqcomp.lowering.context import Graph, LoweringContext, Pass, Traced
 from seqcomp.lowering.hoist import hoist_shards_pass
 from seqcomp.lowering.outputs import output_boundary_pass
 from seqcomp.lowering.redistribute import Redistributor
 from seqcomp.lowering.sizes import global_sizes_pass, size_emitter
+from seqcomp.lowering.snapshot import keep_global_pass
 from seqcomp.placement.assign import assign
 from seqcomp.placement.rule import Decision
 from seqcomp.placement.spec import Spec
@@ -41,6 +42,9 @@ def redistribute_pass(graph: Graph, context: LoweringContext) -> Graph:
     placement = context.placement
     assert placement is not None
     made = Redistributor(graph, context.mesh, size_emitter(graph, context))
+    for node, spec in placement.native.items():
+        if isinstance(spec, Spec):
+            context.traced[node] = Traced(node.name, spec)
     for node in list(graph.nodes):
         decision = placement.decisions.get(node)
         if decision is None:
@@ -51,6 +55,8 @@ def redistribute_pass(graph: Graph, context: LoweringContext) -> Graph:
                 node.replace_input_with(operand, made.get(operand, have, want, node))
         _LOCAL_FORMS[decision.form](graph, node, decision, made, context)
     made.count_promises()
+    for source, want, value in made.redistributed():
+        context.traced[value] = Traced(context.traced[source].source, want, op_name(value))
     return graph
 
 
@@ -84,6 +90,7 @@ def _mean(
     with graph.inserting_after(node):
         part = graph.call_function(aten.div.Scalar, (node, degree))
     part.meta.update(node.meta)
+    context.replaced(node, part)
     for user in users:
         user.replace_input_with(node, part)
     assert context.placement is not None
@@ -221,6 +228,7 @@ def _sum_per_scope(graph: Graph, node: Node, op: ops.Op, order: dict[Node, int])
 PASSES: tuple[Pass, ...] = (
     Pass("global_sizes", global_sizes_pass, (), ("global_sizes",)),
     Pass("assign", assign_pass, ("global_sizes",), ("placement",)),
+    Pass("keep_global", keep_global_pass, ("placement",), ()),
     Pass("redistribute", redistribute_pass, ("placement",), ("local",)),
     Pass("output_boundary", output_boundary_pass, ("local",), ("outputs",)),
     Pass("sum_gradients", sum_gradients_pass, ("placement", "local"), ("gradients",)),

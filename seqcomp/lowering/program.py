@@ -19,6 +19,7 @@ from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.lowering import ops
 from seqcomp.lowering.parameters import Cut
 from seqcomp.lowering.scopes import Piece
+from seqcomp.lowering.snapshot import Snapshot
 from seqcomp.plan.facts import ModelFacts
 
 _SLOT = "_seqcomp_pieces"
@@ -41,6 +42,7 @@ class Program:
     layout: SequenceLayout
     facts: ModelFacts
     cuts: Mapping[str, Cut]
+    kept: Snapshot | None = None  # the global graph, where the verifier asked for it
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Joint groups that the program talks to."""

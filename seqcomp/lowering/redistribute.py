@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,11 @@ class Redistributor:
         if key not in self._made:
             self._made[key] = self._build(node, have, want, before)
         return self._made[key]
+
+    def redistributed(self) -> Iterator[tuple[Node, Spec, Node]]:
+        """(value, wanted placement, the node that has it) of everything made so far."""
+        for (node, want), value in self._made.items():
+            yield node, want, value
 
     def _build(self, node: Node, have: Spec, want: Spec, before: Node) -> Node:
         scope = common_scope(node, before)

@@ -73,3 +73,8 @@ def _root_call(graph: Graph, target: Any, args: Any) -> Node:
 
 def _times(size: int, degree: int) -> int:
     return size * degree
+
+
+def of_one_rank(node: Node) -> Node | None:
+    """The size of one rank's slice that `node` scales up to the whole; None for other nodes."""
+    return node.args[0] if node.target is _times else None

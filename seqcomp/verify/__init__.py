@@ -14,7 +14,7 @@ from typing import Any
 
 class _VerifyPackage(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return import_module("seqcomp.integrations.not_built").verify(*args, **kwargs)
+        return import_module("seqcomp.verify.run").verify(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _VerifyPackage

@@ -33,6 +33,7 @@ def lockstep(
     inputs: Mapping[str, Any] | None = None,
     timeout: float = 60.0,
     device: torch.device | None = None,
+    keep_global: bool = False,
 ) -> list[T]:
     """`fn(compiled, context, local_inputs)` on every rank of `plan`; results in order of rank.
 
@@ -41,6 +42,7 @@ def lockstep(
     inputs: the global batch; every rank gets its slice over the data axes, tensors whole where
     they have no batch dim (the plan's `inputs`; by default the first dim is the batch).
     timeout: seconds that a rank waits for another.
+    keep_global: programs keep their global graph.
 
     Raises the first rank's failure (PlanError for an illegal plan).
     """
@@ -52,9 +54,18 @@ def lockstep(
     cache = ProgramCache()
 
     def work(context: RankContext) -> T:
-        model = attach(models[context.rank], resolved, context, cache=cache)
+        local = local_inputs(inputs or {}, resolved, context)
+        model = attach(
+            models[context.rank],
+            resolved,
+            context,
+            cache=cache,
+            # Weights are cut before the first call: these are sizes that it can be cut for.
+            example_inputs=local if local and resolved.tensor_size > 1 else None,
+            keep_global=keep_global,
+        )
         try:
-            return fn(model, context, local_inputs(inputs or {}, resolved, context))
+            return fn(model, context, local)
         finally:
             of(model).close()
 
@@ -65,10 +76,7 @@ def local_inputs(
     inputs: Mapping[str, Any], resolved: ResolvedPlan, context: RankContext
 ) -> dict[str, Any]:
     """What one rank passes of a global batch: its slice over the data axes."""
-    part, parts = 0, 1
-    for axis in resolved.batch_axes:
-        part = part * context.sizes[axis] + context.coords[axis]
-        parts *= context.sizes[axis]
+    part, parts = data_slice(resolved, context)
 
     def local(name: str, value: Any) -> Any:
         given = resolved.input_spec(name)
@@ -78,3 +86,12 @@ def local_inputs(
         return value.chunk(parts, dim)[part].contiguous()
 
     return {name: local(name, value) for name, value in inputs.items()}
+
+
+def data_slice(resolved: ResolvedPlan, context: RankContext) -> tuple[int, int]:
+    """(index, number) of a rank's batch slice over the data axes."""
+    part, parts = 0, 1
+    for axis in resolved.batch_axes:
+        part = part * context.sizes[axis] + context.coords[axis]
+        parts *= context.sizes[axis]
+    return part, parts

@@ -1,0 +1,26 @@
+"""In which precision a program computes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+
+def computing_dtype(graph: torch.fx.Graph, parameters: Collection[str]) -> torch.dtype:
+    """The coarsest floating dtype among the values that depend on parameters.
+
+    A model with fp64 weights whose norms cast to fp32 is exact to fp32 only; position tables do
+    not count, since all ranks round them alike.
+    """
+    coarsest = torch.float64
+    depends: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        given = node.op == "placeholder" and node.name in parameters
+        if not given and not any(n in depends for n in node.all_input_nodes):
+            continue
+        depends.add(node)
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            coarsest = max(coarsest, value.dtype, key=lambda d: torch.finfo(d).eps)
+    return coarsest
