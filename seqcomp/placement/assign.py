@@ -23,6 +23,7 @@ from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.placement.contract import CONTRACT_RULES
 from seqcomp.placement.dimwise import DIMWISE_RULES
 from seqcomp.placement.megatron import TensorPlan, plan_tensor_axis, split_row_biases
+from seqcomp.placement.memo import DecisionMemo
 from seqcomp.placement.oracle import Oracle
 from seqcomp.placement.pointwise import pointwise_rule
 from seqcomp.placement.rule import (
@@ -45,7 +46,7 @@ class Placement:
     decisions: dict[Node, Decision]
     native: dict[Node, Spec | tuple[Spec, ...]]
     findings: list[Diagnostic]
-    oracle_queries: int
+    distinct: int  # operations that had to be decided: the others equal one of them
     tensor: TensorPlan | None = None
 
 
@@ -61,6 +62,7 @@ def assign(capture: Capture, mesh: MeshView) -> Placement:
     oracle = Oracle(mesh.degrees, capture.hints)
     decisions: dict[Node, Decision] = {}
     weights = _weight_like(capture)
+    memo = DecisionMemo(env, weights)
     for node in capture.graph.nodes:
         if node.op == "placeholder":
             if is_tensor(node):
@@ -71,13 +73,13 @@ def assign(capture: Capture, mesh: MeshView) -> Placement:
                 source = env.native[node.args[0]]
                 env.native[node] = source[node.args[1]]
                 continue
-            decision = _decide(node, env, oracle, weights)
+            decision = memo.get(node, lambda n: _decide(n, env, oracle, weights))
             _check(node, decision, env)
             if decision.gathered:
                 env.findings.extend(_gather_finding(node, decision, env))
             decisions[node] = decision
             env.native[node] = decision.out
-    return Placement(decisions, env.native, env.findings, oracle.queries, tensor)
+    return Placement(decisions, env.native, env.findings, memo.size, tensor)
 
 
 def _is_tensor_op(node: Node) -> bool:
