@@ -48,9 +48,11 @@ def facts_of(
 
 
 def mask_name(info: AttentionInfo) -> str:
-    """'full', 'causal' or 'other'."""
+    """'full', 'causal', 'data' or 'other'."""
     if info.mask == Full():
         return "full"
+    if info.pairs is not None:
+        return "data"
     return "causal" if isinstance(info.mask, Causal) else "other"
 
 

@@ -19,6 +19,7 @@ from torch.fx import Node
 from seqcomp.capture.edit import argument, is_tensor, module_path, op_name
 from seqcomp.capture.export import Capture
 from seqcomp.capture.masks import MaskReader
+from seqcomp.capture.pair_masks import PairReader, PairReading
 from seqcomp.layout.masks import Causal, Full, Mask
 
 aten = torch.ops.aten
@@ -28,7 +29,8 @@ aten = torch.ops.aten
 class AttentionInfo:
     """One attention: q [B, heads, Sq, head_dim], k and v [B, kv_heads, Skv, ...].
 
-    `mask` is None when it has no description; `mask_found` then says what stands there.
+    `mask` is a rule on positions; None where it is not one: then `pairs` is a program on pairs
+    with its inputs, and None too where there is none: `mask_found` says what stands there.
     """
 
     where: str
@@ -39,6 +41,7 @@ class AttentionInfo:
     mask: Mask | None
     scale: float
     mask_found: str = ""
+    pairs: PairReading | None = None
 
     @property
     def causal(self) -> bool:
@@ -65,19 +68,20 @@ def recognise_attention(capture: Capture, module: torch.nn.Module) -> tuple[Atte
         return state.get(name, capture.constants.get(name)) if name else None
 
     reader = MaskReader(capture, constant)
+    pairs = PairReader(capture, reader)
     found = []
     for node in list(capture.graph.nodes):
         if node.op != "call_function" or op_name(node) != "aten.scaled_dot_product_attention":
             continue
         if node.args[0].meta["val"].ndim != 4:
             continue
-        info = _rewrite(capture, reader, node)
+        info = _rewrite(capture, reader, pairs, node)
         found.append(info)
     capture.graph.eliminate_dead_code()
     return tuple(found)
 
 
-def _rewrite(capture: Capture, reader: MaskReader, node: Node) -> AttentionInfo:
+def _rewrite(capture: Capture, reader: MaskReader, pairs: PairReader, node: Node) -> AttentionInfo:
     q, k, v = node.args[:3]
     mask_node = argument(node, 3, "attn_mask")
     causal = bool(argument(node, 5, "is_causal", False))
@@ -88,6 +92,9 @@ def _rewrite(capture: Capture, reader: MaskReader, node: Node) -> AttentionInfo:
     head_dim = int(q.meta["val"].shape[-1])
     scale = float(scale) if scale is not None else 1.0 / math.sqrt(head_dim)
     mask, found = _read_mask(reader, mask_node, causal, capture, q, k)
+    reading = None
+    if mask is None and not causal:
+        reading = pairs.read(mask_node, capture.shape(q)[2], capture.shape(k)[2])
     info = AttentionInfo(
         where=module_path(node) or "<root>",
         heads=int(q.meta["val"].shape[1]),
@@ -97,6 +104,7 @@ def _rewrite(capture: Capture, reader: MaskReader, node: Node) -> AttentionInfo:
         mask=mask,
         scale=scale,
         mask_found=found,
+        pairs=reading,
     )
     keep_mask = mask_node if mask is None or _needs_operand(mask) else None
     with capture.graph.inserting_before(node):

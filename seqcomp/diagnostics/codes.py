@@ -156,6 +156,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Ask for `outputs: {name: sharded}` or `drop` if the whole value is not needed."),
     ("SC405", "note", "a weight is not cut by megatron_sp",
      "It has no column- or row-parallel partner: it stays whole, its work is cut by tokens."),
+    ("SC407", "note", "an attention mask is held whole",
+     "It is not made of vectors over the tokens: every rank holds all pairs."),
     # --- calls and ranks ------------------------------------------------------------------
     ("SC501", "error", "an argument is missing", "The model's forward requires it."),
     ("SC502", "error", "an unknown argument", "The model's forward does not take it."),

@@ -128,8 +128,13 @@ def tiles(mask: Mask, q_ranges: Sequence[range], k_ranges: Sequence[range]) -> t
             tasks += [_moved(task, q_offset, k_offset) for task in mask.split(q, k)]
             k_offset += len(k)
         q_offset += len(q)
-    tasks = _join(_join(_join_causal(tasks), rows=True), rows=False)
-    return tuple(sorted(tasks, key=lambda t: (t.q_start, t.k_start)))
+    return joined(_join_causal(tasks))
+
+
+def joined(tasks: Sequence[TileTask]) -> tuple[TileTask, ...]:
+    """Full tiles that share an edge as one; ordered by query, then key."""
+    found = _join(_join(tasks, rows=True), rows=False)
+    return tuple(sorted(found, key=lambda t: (t.q_start, t.k_start)))
 
 
 def _moved(task: TileTask, q: int, k: int) -> TileTask:
@@ -169,7 +174,7 @@ def _next_square(square: TileTask, pending: set[TileTask]) -> tuple[TileTask, Ti
     return None
 
 
-def _join(tasks: list[TileTask], *, rows: bool) -> list[TileTask]:
+def _join(tasks: Sequence[TileTask], *, rows: bool) -> list[TileTask]:
     """Join full tiles that share an edge, along the queries (rows) or along the keys."""
 
     def edge(t: TileTask) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,6 +49,7 @@ class LoweringContext:
     keep_global: bool = False
     kept: torch.fx.Graph | None = None
     traced: dict[torch.fx.Node, Traced] = field(default_factory=dict)
+    tilings: dict[Any, torch.fx.Node] = field(default_factory=dict)
 
     def replaced(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
         """`new` has taken the place of `old` in the local graph."""

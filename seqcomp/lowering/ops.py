@@ -20,6 +20,8 @@ from seqcomp.layout.masks import Mask
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime import collectives, tensor_parallel
 from seqcomp.runtime.attention import AttentionPlan, Transport, attention
+from seqcomp.runtime.attention.pair_mask import PairMask
+from seqcomp.runtime.attention.tiling import DataTiling
 from seqcomp.runtime.collectives import Cotangent
 from seqcomp.runtime.comm import RankContext
 from seqcomp.runtime.tokens import Tokens
@@ -213,9 +215,12 @@ class SumGradient(Op):
 
 @dataclass(frozen=True)
 class Attention(Op):
-    """Attention over sharded tokens: Ulysses inside, ring outside."""
+    """Attention over sharded tokens: Ulysses inside, ring outside.
 
-    mask: Mask
+    A fourth operand is the tiling of a mask that depends on data (`mask` is None).
+    """
+
+    mask: Mask | None
     scale: float
     transport: Transport
     label: str
@@ -228,10 +233,39 @@ class Attention(Op):
         ring, ulysses = comm(rank.ring_axis), comm(rank.ulysses_axis)
         plan = AttentionPlan(self.mask, rank.layout, self.transport, self.scale)
 
-        def sharded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention(q, k, v, plan, ring=ring, ulysses=ulysses, label=self.label)
+        def sharded_attention(
+            q: Tensor, k: Tensor, v: Tensor, tiling: DataTiling | None = None
+        ) -> Tensor:
+            return attention(q, k, v, plan, tiling, ring=ring, ulysses=ulysses, label=self.label)
 
         return sharded_attention
+
+
+@dataclass(frozen=True)
+class MaskTiling(Op):
+    """The tiles of a mask from its inputs; `dims` says what their dims are in [B, H, q, k]."""
+
+    mask: PairMask
+    dims: tuple[tuple[int, ...], ...]
+    __name__ = "mask_tiling"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        layout, device = rank.layout, rank.context.device
+
+        def mask_tiling(length: int, *inputs: Tensor) -> DataTiling:
+            leaves = [_framed(x, dims) for x, dims in zip(inputs, self.dims, strict=True)]
+            return DataTiling(self.mask, leaves, layout, length, device)
+
+        return mask_tiling
+
+
+def _framed(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """[B, H, q, k] from a tensor that has some of these dims."""
+    x = x.detach().permute(sorted(range(len(dims)), key=dims.__getitem__))
+    for dim in range(4):
+        if dim not in dims:
+            x = x.unsqueeze(dim)
+    return x
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import argument, is_tensor, module_path, op_name
+from seqcomp.capture.edit import argument, is_tensor, module_path, op_name, place_of
+from seqcomp.capture.recognise import AttentionInfo
+from seqcomp.capture.sizes import evaluate
+from seqcomp.diagnostics import diagnostic
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import Graph, LoweringContext, Pass, Traced
 from seqcomp.lowering.hoist import hoist_shards_pass
@@ -13,6 +16,7 @@ from seqcomp.lowering.outputs import output_boundary_pass
 from seqcomp.lowering.redistribute import Redistributor
 from seqcomp.lowering.sizes import global_sizes_pass, size_emitter
 from seqcomp.lowering.snapshot import keep_global_pass
+from seqcomp.lowering.tilings import tiling_of
 from seqcomp.placement.assign import assign
 from seqcomp.placement.rule import Decision
 from seqcomp.placement.spec import Spec
@@ -110,7 +114,29 @@ def _attention(
     info = node.meta["attention"]
     transport = context.transports[info.where]
     node.target = ops.Attention(info.mask, info.scale, transport, info.where)
-    node.args = node.args[:3]
+    tilings = []
+    if info.pairs is not None:
+        tilings = [tiling_of(graph, info.pairs, decision.attributes["inputs"], made, context)]
+        _report_dense(info, context)
+    node.args = (*node.args[:3], *tilings)
+
+
+def _report_dense(info: AttentionInfo, context: LoweringContext) -> None:
+    assert info.pairs is not None
+    for item in info.pairs.dense:
+        size = item.meta["val"].element_size()
+        for extent in context.capture.shape(item):
+            size *= evaluate(extent, context.capture.hints)
+        context.findings.append(
+            diagnostic(
+                "SC407",
+                where=info.where,
+                found=f"{place_of(item)}, {size} bytes on every rank at this size",
+                legal="masks that compare positions, document numbers or flags of tokens",
+                help="exact as it is; make the mask from vectors [batch, sequence] in the model "
+                "to save the memory",
+            )
+        )
 
 
 def _heads(

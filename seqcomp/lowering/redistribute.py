@@ -158,6 +158,10 @@ class Redistributor:
             assert isinstance(node.target, ops.Remember)
             node.target = replace(node.target, uses=len(node.users))
 
+    def size(self, size: Size, before: Node) -> Any:
+        """A global size as a node or a number."""
+        return self._sizes.emit(size, before)
+
     def _local(self, size: Size, axes: Iterable[str], before: Node) -> Any:
         total = self._sizes.emit(size, before)
         degree = self._mesh.degree(axes)

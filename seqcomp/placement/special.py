@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch.fx import Node
 
 from seqcomp.capture.edit import argument, is_tensor, op_name, place_of
+from seqcomp.capture.pair_masks import BATCH_DIM, HEAD_DIM, MaskInput
 from seqcomp.capture.recognise import AttentionInfo
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.layout.masks import Full
@@ -43,24 +46,31 @@ def attention_rule(node: Node, env: Env) -> Decision:
 
     sliced = bool(by_head) and not any(f.axes for f in heads_of(k))
     attributes = {"tokens": tokens, "sliced": sliced, "by_head": by_head}
-    if not tokens:
+    everywhere = tuple(a for a in env.mesh.sequence if a not in by_head)
+    tiled = info.pairs is not None and tokens == everywhere and not broadcast
+    if not tokens and not tiled:
         wants = {n: placed(n, ()) for n in (q, k, v)}
         if is_tensor(mask):
-            wants[mask] = _batch_only(mask, batch, env)
+            wants[mask] = _batch_only(mask, batch, heads_of, env)
         out = Spec((batch, heads_of(q), whole(length), whole(shape[3])))
         lost = "attention broadcasts its memory over the batch" if broadcast else ""
         return Decision(wants, out, form="heads", attributes=attributes, gathered=lost)
-    out = Spec((batch, heads_of(q), (Factor(length, tokens),), whole(shape[3])))
+    rows: Dim = (Factor(length, tokens),) if tokens else whole(length)
+    out = Spec((batch, heads_of(q), rows, whole(shape[3])))
     if env.shape(k)[2] != length:
         if info.mask != Full():
             raise _mask_error(node, info, "a mask between sequences of different lengths")
         wants = {q: placed(q, tokens), k: placed(k, ()), v: placed(v, ())}
         return Decision(wants, out)
-    if info.mask is None:
+    if info.mask is None and not tiled:
         raise _mask_error(node, info, info.mask_found)
     wants = {n: placed(n, tokens) for n in (q, k, v)}
     if is_tensor(mask):  # its description goes to the operation, not the tensor
         wants[mask] = env.spec(mask)
+    if info.pairs is not None:
+        attributes["inputs"] = tuple(
+            _mask_input(item, batch, by_head, env) for item in info.pairs.inputs
+        )
     return Decision(wants, out, form="attention", attributes=attributes)
 
 
@@ -88,10 +98,26 @@ def _batch_dim(env: Env, operands: tuple[Node, ...]) -> Dim:
     return max(whole_batch, key=lambda d: sum(len(f.axes) for f in d))
 
 
-def _batch_only(mask: Node, batch: Dim, env: Env) -> Spec:
+def _batch_only(mask: Node, batch: Dim, heads_of: Callable[[Node], Dim], env: Env) -> Spec:
     own = env.shape(mask)
-    lead = batch if len(own) == 4 and own[0] != 1 else whole(own[0])
-    return Spec((lead, *(whole(s) for s in own[1:])))
+    if len(own) < 4:
+        return Spec(tuple(whole(s) for s in own))
+    lead = batch if own[0] != 1 else whole(own[0])
+    heads = heads_of(mask) if own[1] != 1 else whole(own[1])
+    return Spec((lead, heads, *(whole(s) for s in own[2:])))
+
+
+def _mask_input(item: MaskInput, batch: Dim, by_head: tuple[str, ...], env: Env) -> Spec:
+    """Whole over the sequence, of the rank's own samples and heads."""
+    dims: list[Dim] = []
+    for dim, size in zip(item.dims, env.shape(item.node), strict=True):
+        if dim == BATCH_DIM and size != 1:
+            dims.append(batch)
+        elif dim == HEAD_DIM and size != 1 and by_head:
+            dims.append((Factor(size, by_head),))
+        else:
+            dims.append(whole(size))
+    return Spec(tuple(dims))
 
 
 def _mask_error(node: Node, info: AttentionInfo, found: str) -> PlanError:
@@ -101,9 +127,8 @@ def _mask_error(node: Node, info: AttentionInfo, found: str) -> PlanError:
                 "SC303",
                 where=place_of(node),
                 found=found,
-                legal="causal or full attention",
-                help="pass no mask (is_causal=True for causal attention); windows, packed "
-                "documents, padding and dense masks are not available yet",
+                legal="masks of positions, documents, padding or any other data; no parameters",
+                help="biases that are trained are not available yet",
             )
         ]
     )

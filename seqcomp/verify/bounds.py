@@ -94,7 +94,9 @@ class Bounds:
         if want.shape != found.shape or not torch.equal(want.isnan(), found.isnan()):
             return float("inf"), float("inf")
         allowed = self._tolerance.gradient * size + self._floor + 1.5 * error
-        return _both(_norm(found.double() - want.double()), size, allowed)
+        # Against noise: gradients that cancel to nothing have no size to compare with.
+        scale = size + self._floor / self._tolerance.gradient
+        return _both(_norm(found.double() - want.double()), scale, allowed)
 
 
 def _both(error: float, size: float, allowed: float) -> tuple[float, float]:

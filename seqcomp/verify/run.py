@@ -218,11 +218,7 @@ def _compare(bounds: Bounds, rank: RankObservation) -> tuple[Relative, list[str]
         for name, (relative, units) in entries.items()
         if not units <= 1
     ]
-    # What is within the noise floor has no meaningful relative error.
-    relative = {
-        kind: {n: r for n, (r, u) in entries.items() if u > 0 or r == 0}
-        for kind, entries in found.items()
-    }
+    relative = {kind: {n: r for n, (r, _) in entries.items()} for kind, entries in found.items()}
     return relative, problems
 
 

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from seqcomp.layout.masks import Mask
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime.attention import kernels, ring, ulysses
+from seqcomp.runtime.attention.tiling import StaticTiling, Tiling
 from seqcomp.runtime.comm import Communicator
 
 Transport = Literal["p2p", "allgather"]
@@ -22,10 +23,10 @@ class AttentionPlan:
     """How one attention runs. ``scale`` None is 1/sqrt(d).
 
     ``layout.ring`` must be the ring's size; its inner degree does not matter here, because the
-    tokens of a ring rank do not depend on it.
+    tokens of a ring rank do not depend on it. ``mask`` None: the call brings its own tiling.
     """
 
-    mask: Mask
+    mask: Mask | None
     layout: SequenceLayout
     transport: Transport = "p2p"
     scale: float | None = None
@@ -36,6 +37,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     plan: AttentionPlan,
+    tiling: Tiling | None = None,
     *,
     ring: Communicator | None = None,
     ulysses: Communicator | None = None,
@@ -43,6 +45,7 @@ def attention(
 ) -> Tensor:
     """[B, Hq, s, d] queries, [B, Hkv, s, d] keys and values of this rank -> [B, Hq, s, dv].
 
+    tiling: of a mask that depends on data; shared by the attentions of one forward.
     s is the local length, S / (ring * ulysses); the output has the dtype of q, gradients those
     of their inputs. Hkv divides Hq; the Ulysses degree divides Hq, and divides Hkv or is divided
     by it. Every rank of both groups takes part, in forward and in backward. Under autocast the
@@ -57,7 +60,7 @@ def attention(
     assert k.shape[2] == q.shape[2], f"{q.shape[2]} queries, {k.shape[2]} keys"
     assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads, {k.shape[1]} KV heads"
     assert ulysses is None or q.shape[1] % ulysses.size == 0, f"{q.shape[1]} query heads"
-    return _Attention.apply(q, k, v, plan, ring, ulysses, label)
+    return _Attention.apply(q, k, v, plan, tiling, ring, ulysses, label)
 
 
 class _Attention(torch.autograd.Function):
@@ -68,6 +71,7 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         plan: AttentionPlan,
+        tiling: Tiling | None,
         ring_comm: Communicator | None,
         heads_comm: Communicator | None,
         label: str,
@@ -78,16 +82,23 @@ class _Attention(torch.autograd.Function):
         if heads_comm is not None:
             q, k, v = ulysses.to_heads((q, k, v), heads_comm, label=label)
         q, k, v = (_dense(x) for x in (q, k, v))
+        group = q.shape[1] // k.shape[1]
+        if tiling is None:
+            assert plan.mask is not None, "neither a mask nor a tiling"
+            length = q.shape[2] * plan.layout.ring
+            tiling = StaticTiling(plan.mask, plan.layout, length, q.device)
+        fastest, masked = (
+            kernels.kernel(choose(q.device, q.dtype, q.shape[3], v.shape[3]), group=group)
+            for choose in (kernels.choose, kernels.choose_masked)
+        )
+        first = heads_comm.rank * q.shape[1] if heads_comm is not None else 0
         ctx.ring = ring.Ring(
             comm=ring_comm,
-            mask=plan.mask,
-            layout=plan.layout,
-            length=q.shape[2] * plan.layout.ring,
+            tiling=tiling,
             gathered=plan.transport == "allgather",
-            kernel=kernels.kernel(
-                kernels.choose(q.device, q.dtype, q.shape[3], v.shape[3]),
-                group=q.shape[1] // k.shape[1],
-            ),
+            kernel=fastest,
+            masked=masked,
+            heads=range(first, first + q.shape[1]),
             scale=q.shape[3] ** -0.5 if plan.scale is None else plan.scale,
             label=label,
         )
@@ -111,7 +122,7 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv = ulysses.to_tokens(
                 (dq, dk, dv), ctx.heads, comm, phase="backward", label=ctx.label
             )
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None
 
 
 def _same_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,9 @@
 Shapes: q [B,Hq,Sq,d], k [B,Hkv,Sk,d], v [B,Hkv,Sk,dv], out [B,Hq,Sq,dv] in the dtype of q, lse
 [B,Hq,Sq] natural logarithm in fp32 (fp64 for fp64). The backward takes the out and lse of the
 *whole* softmax, of which the given keys may be a part, and returns what these keys contribute to
-dq, dk, dv. ``causal`` is only used on square tiles, where kernels agree on its meaning.
+dq, dk, dv. ``causal`` is only used on square tiles, where kernels agree on its meaning. ``mask``,
+broadcastable to [B,Hq,Sq,Sk], is boolean (True is seen) or added to the scores; only kernels that
+`choose_masked` names take one. A query that sees nothing gets out = 0 and lse = -inf.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seqcomp.runtime.attention import math_kernel
+from seqcomp.runtime.attention.merge import accumulator_dtype
 
 aten = torch.ops.aten
 
@@ -24,7 +27,14 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 class Forward(Protocol):
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -40,6 +50,7 @@ class Backward(Protocol):
         *,
         causal: bool,
         scale: float,
+        mask: Tensor | None = None,
     ) -> Grads: ...
 
 
@@ -71,6 +82,12 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: i
     return "math"
 
 
+def choose_masked(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str:
+    """The fastest kernel that takes these tensors and a mask."""
+    name = choose(device, dtype, head_dim, value_dim)
+    return "cuda_efficient" if name.startswith("cuda") else name
+
+
 _CPU_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -83,9 +100,22 @@ def _flash_fits(device: torch.device, head_dim: int) -> bool:
 
 
 def _cpu_flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if mask is None:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    bias = _bias(mask, q, k)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    # The kernel says 0 for a query that sees nothing.
+    return out, lse.masked_fill(_sees_nothing(bias), float("-inf"))
 
 
 def _cpu_flash_backward(
@@ -98,15 +128,46 @@ def _cpu_flash_backward(
     *,
     causal: bool,
     scale: float,
+    mask: Tensor | None = None,
 ) -> Grads:
+    bias = None if mask is None else _bias(mask, q, k)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale
+        dout, q, k, v, out, _finite(lse), 0.0, causal, attn_mask=bias, scale=scale
     )
 
 
+def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """An additive mask [B or 1, Hq or 1, Sq, Sk].
+
+    In the accumulator's dtype: the CPU kernel silently misreads a narrower one for fp64.
+    """
+    mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
+    dtype, shape = accumulator_dtype(q.dtype), (*mask.shape[:2], q.shape[2], k.shape[2])
+    if mask.dtype != torch.bool:
+        return mask.to(dtype).expand(shape).contiguous()
+    bias = torch.zeros(shape, dtype=dtype, device=q.device)
+    return bias.masked_fill_(~mask, float("-inf"))
+
+
+def _sees_nothing(bias: Tensor) -> Tensor:
+    return bias.amax(-1) == float("-inf")
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """exp(score - lse) must be 0 for a query that has seen nothing: its scores are all -inf."""
+    return lse.masked_fill(lse == float("-inf"), 0.0).contiguous()
+
+
 def _cuda_flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    assert mask is None, "see choose_masked"
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     return out, lse[..., : q.shape[2]]
 
@@ -121,7 +182,9 @@ def _cuda_flash_backward(
     *,
     causal: bool,
     scale: float,
+    mask: Tensor | None = None,
 ) -> Grads:
+    assert mask is None, "see choose_masked"
     seed, offset = _no_dropout_state(q.device)
     return aten._scaled_dot_product_flash_attention_backward(
         dout,
@@ -143,12 +206,34 @@ def _cuda_flash_backward(
 
 
 def _cuda_efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    bias = None if mask is None else _aligned_bias(mask, q, k)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, None, True, 0.0, causal, scale=scale
+        q, k, v, bias, True, 0.0, causal, scale=scale
     )
-    return out, lse[..., : q.shape[2]]
+    lse = lse[..., : q.shape[2]]
+    if bias is None:
+        return out, lse
+    nothing = _sees_nothing(bias)
+    return out.masked_fill(nothing.unsqueeze(-1), 0.0), lse.masked_fill(nothing, float("-inf"))
+
+
+def _aligned_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """An additive mask [B, Hq, Sq, Sk] in the dtype of q whose rows start at multiples of 16."""
+    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    room = q.new_zeros((*shape[:3], -(-shape[3] // 16) * 16))
+    bias = room[..., : shape[3]]
+    mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
+    if mask.dtype == torch.bool:
+        return bias.masked_fill_(~mask, float("-inf"))
+    return bias.copy_(mask)
 
 
 def _cuda_efficient_backward(
@@ -161,16 +246,17 @@ def _cuda_efficient_backward(
     *,
     causal: bool,
     scale: float,
+    mask: Tensor | None = None,
 ) -> Grads:
     seed, offset = _no_dropout_state(q.device)
     # The kernel reads whole blocks of 32 rows and takes +inf for rows that are not there.
-    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
+    padded = F.pad(_finite(lse), (0, -lse.shape[-1] % 32), value=float("inf"))
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         dout,
         q,
         k,
         v,
-        None,
+        None if mask is None else _aligned_bias(mask, q, k),
         out,
         padded.contiguous(),
         seed,
@@ -184,8 +270,15 @@ def _cuda_efficient_backward(
 
 
 def _cuda_cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    assert mask is None, "see choose_masked"
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, causal, False, scale=scale
     )
@@ -202,7 +295,9 @@ def _cuda_cudnn_backward(
     *,
     causal: bool,
     scale: float,
+    mask: Tensor | None = None,
 ) -> Grads:
+    assert mask is None, "see choose_masked"
     seed, offset = _no_dropout_state(q.device)
     return aten._scaled_dot_product_cudnn_attention_backward(
         dout,
@@ -233,9 +328,16 @@ def _expanding(inner: Kernel, group: int) -> Kernel:
     """Repeat KV heads for a kernel without groups, and sum their gradients over each group."""
 
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return inner.forward(q, _repeat(k, group), _repeat(v, group), causal=causal, scale=scale)
+        k, v = _repeat(k, group), _repeat(v, group)
+        return inner.forward(q, k, v, causal=causal, scale=scale, mask=mask)
 
     def backward(
         dout: Tensor,
@@ -247,9 +349,10 @@ def _expanding(inner: Kernel, group: int) -> Kernel:
         *,
         causal: bool,
         scale: float,
+        mask: Tensor | None = None,
     ) -> Grads:
         k, v = _repeat(k, group), _repeat(v, group)
-        dq, dk, dv = inner.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+        dq, dk, dv = inner.backward(dout, q, k, v, out, lse, causal=causal, scale=scale, mask=mask)
         return dq, _sum_groups(dk, group), _sum_groups(dv, group)
 
     return Kernel(inner.name, forward, backward, grouped=True)

@@ -19,13 +19,14 @@ def forward(
     scale: float,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``kernels``. ``mask`` [Sq, Sk] is True where a query sees a key.
+    """See ``kernels``. ``mask``, broadcastable to [B, Hq, Sq, Sk]: True where a query sees a key,
+    or added to the scores.
 
     A query that sees nothing gets out = 0 and lse = -inf.
     """
     with _full_precision(q.device):
         scores = _scores(q, k, causal=causal, scale=scale, mask=mask)
-        lse = scores.logsumexp(-1)
+        lse = scores.logsumexp(-1)  # of -inf alone: -inf
         weights = _weights(scores, lse)
         out = weights @ _per_group(v, weights.dtype)
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
@@ -67,7 +68,13 @@ def _scores(q: Tensor, k: Tensor, *, causal: bool, scale: float, mask: Tensor | 
     if causal:
         seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         mask = seen if mask is None else mask & seen
-    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+    if mask is None:
+        return scores
+    if mask.dim() == 4:
+        mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (k.shape[1], -1))
+    if mask.dtype != torch.bool:
+        return scores + mask
+    return scores.masked_fill(~mask, float("-inf"))
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

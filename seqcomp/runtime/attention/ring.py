@@ -16,26 +16,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqcomp.layout.masks import Mask, Tile, TileTask, tiles
-from seqcomp.layout.sequence import SequenceLayout, slice_ranges
-from seqcomp.runtime.attention import math_kernel
+from seqcomp.layout.masks import Tile, TileTask
 from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
+from seqcomp.runtime.attention.tiling import Tiling
 from seqcomp.runtime.comm import Communicator, Pending
 from seqcomp.runtime.traffic import Phase
 
 
 @dataclass(frozen=True)
 class Ring:
-    """One attention's view of its ring. ``comm`` None is a ring of one; ``length`` is global."""
+    """One attention's view of its ring. ``comm`` None is a ring of one.
+
+    ``masked`` computes the tiles that need a mask; ``heads`` are this rank's query heads among
+    those of the mask.
+    """
 
     comm: Communicator | None
-    mask: Mask
-    layout: SequenceLayout
-    length: int
+    tiling: Tiling
     gathered: bool
     kernel: Kernel
+    masked: Kernel
     scale: float
+    heads: range
     label: str = ""
 
     @property
@@ -46,12 +49,13 @@ class Ring:
     def rank(self) -> int:
         return self.comm.rank if self.comm else 0
 
-    def ranges(self, rank: int) -> tuple[range, ...]:
-        return self.layout.ring_ranges(self.length, rank)
-
     def tasks(self, source: int) -> tuple[TileTask, ...]:
         """This rank's queries against the block of ``source``."""
-        return tiles(self.mask, self.ranges(self.rank), self.ranges(source))
+        return self.tiling.tasks(self.rank, source)
+
+    def mask(self, task: TileTask, source: int) -> Tensor:
+        """Of a PARTIAL tile."""
+        return self.tiling.mask(task, self.rank, source, self.heads)
 
 
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,8 +208,8 @@ def _forward_tile(
     q = q[:, :, task.q_start : task.q_stop]
     k, v = (x[:, :, task.k_start : task.k_stop] for x in (k, v))
     if task.kind is Tile.PARTIAL:
-        mask = _tile_mask(ring, task, source, q.device)
-        return math_kernel.forward(q, k, v, causal=False, scale=ring.scale, mask=mask)
+        mask = ring.mask(task, source)
+        return ring.masked.forward(q, k, v, causal=False, scale=ring.scale, mask=mask)
     return ring.kernel.forward(q, k, v, causal=task.kind is Tile.CAUSAL, scale=ring.scale)
 
 
@@ -219,20 +223,9 @@ def _backward_tile(
     dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
     k, v = (x[:, :, task.k_start : task.k_stop] for x in keys)
     if task.kind is Tile.PARTIAL:
-        mask = _tile_mask(ring, task, source, q.device)
-        return math_kernel.backward(
+        mask = ring.mask(task, source)
+        return ring.masked.backward(
             dout, q, k, v, out, lse, causal=False, scale=ring.scale, mask=mask
         )
     causal = task.kind is Tile.CAUSAL
     return ring.kernel.backward(dout, q, k, v, out, lse, causal=causal, scale=ring.scale)
-
-
-def _tile_mask(ring: Ring, task: TileTask, source: int, device: torch.device) -> Tensor:
-    """[rows, columns], True where a query of the tile sees a key."""
-    q_ranges = slice_ranges(ring.ranges(ring.rank), task.q_start, task.q_stop)
-    k_ranges = slice_ranges(ring.ranges(source), task.k_start, task.k_stop)
-    q, k = (
-        torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])
-        for ranges in (q_ranges, k_ranges)
-    )
-    return ring.mask.visible(q[:, None], k[None, :])

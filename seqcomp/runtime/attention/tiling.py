@@ -1,0 +1,164 @@
+"""Which tiles of one attention a rank computes, and the masks of those that need one.
+
+Tiles are the same for all layers that share a mask: they are made once and kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from seqcomp.layout.masks import Mask, Tile, TileTask, joined, tiles
+from seqcomp.layout.sequence import SequenceLayout, slice_ranges
+from seqcomp.runtime.attention.pair_mask import PairMask, bounds
+
+SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
+
+
+class Tiling(ABC):
+    """Tiles of the queries of ring rank `rank` against the keys of ring rank `source`."""
+
+    @abstractmethod
+    def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]: ...
+
+    @abstractmethod
+    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
+        """Of a PARTIAL tile: boolean (True is seen) or additive, broadcastable to
+        [B, H, rows, columns]. `heads`: this rank's among the heads of the mask."""
+
+
+@dataclass(frozen=True)
+class StaticTiling(Tiling):
+    """A mask that is a rule on positions."""
+
+    rule: Mask
+    layout: SequenceLayout
+    length: int
+    device: torch.device
+
+    def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
+        return tiles(self.rule, self._ranges(rank), self._ranges(source))
+
+    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
+        q = positions(self._ranges(rank), task.q_start, task.q_stop, self.device)
+        k = positions(self._ranges(source), task.k_start, task.k_stop, self.device)
+        return self.rule.visible(q[:, None], k[None, :])
+
+    def _ranges(self, rank: int) -> tuple[range, ...]:
+        return self.layout.ring_ranges(self.length, rank)
+
+
+class DataTiling(Tiling):
+    """A mask that depends on data: document numbers, padding, biases.
+
+    A grid of blocks is classified by the bounds of the mask on each block; blocks that are seen
+    whole run without a mask, hidden ones not at all.
+    """
+
+    def __init__(
+        self,
+        mask: PairMask,
+        leaves: Sequence[Tensor],
+        layout: SequenceLayout,
+        length: int,
+        device: torch.device,
+    ):
+        self._mask = mask
+        self._leaves = tuple(leaves)
+        self._device = device
+        self._layout = layout
+        self._length = length
+        self._known: dict[tuple[int, int], tuple[TileTask, ...]] = {}
+        self._lock = threading.Lock()  # autograd may run backward in other threads
+
+    def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
+        with self._lock:
+            if (rank, source) not in self._known:
+                self._known[rank, source] = self._made(rank, source)
+            return self._known[rank, source]
+
+    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
+        q = positions(self._ranges(rank), task.q_start, task.q_stop, self._device)
+        k = positions(self._ranges(source), task.k_start, task.k_stop, self._device)
+        own = [x[:, heads.start : heads.stop] if x.shape[1] > 1 else x for x in self._leaves]
+        return self._mask.evaluate(own, q, k)
+
+    def _ranges(self, rank: int) -> tuple[range, ...]:
+        return self._layout.ring_ranges(self._length, rank)
+
+    def _made(self, rank: int, source: int) -> tuple[TileTask, ...]:
+        rows, columns = self._ranges(rank), self._ranges(source)
+        q, k = (positions(r, 0, sum(map(len, r)), self._device) for r in (rows, columns))
+        block = block_size(len(q))
+        grid = bounds(self._mask, self._leaves, q, k, block)
+        if self._mask.additive:
+            empty = grid.high <= self._mask.hidden
+            full = (grid.low == 0) & (grid.high == 0)
+        else:
+            empty, full = grid.high == 0, grid.low == 1
+        if self._mask.additive and self._mask.hidden != -torch.inf:
+            empty &= self._is_covered(q, block)[:, None]
+        return _tasks(empty.tolist(), full.tolist(), len(q), len(k), block)
+
+    def _is_covered(self, q: Tensor, block: int) -> Tensor:
+        """Per block of queries: whether every query sees some key of the whole sequence.
+
+        Only such rows may leave out what a finite number hides.
+        """
+        k = torch.arange(self._length, device=q.device)
+        grid = bounds(self._mask, self._leaves, q, k, block)
+        visible = (grid.low > self._mask.hidden).any(1)
+        for index in (~visible).nonzero().flatten().tolist():
+            own = q[index * block : (index + 1) * block]
+            seen = torch.zeros(len(own), dtype=torch.bool, device=q.device)
+            for at in (grid.high[index] > self._mask.hidden).nonzero().flatten().tolist():
+                part = self._mask.evaluate(self._leaves, own, k[at * block : (at + 1) * block])
+                seen |= (part > self._mask.hidden).any(-1).flatten(0, 1).all(0)
+                if bool(seen.all()):
+                    break
+            visible[index] = bool(seen.all())
+        return visible
+
+
+def block_size(rows: int) -> int:
+    """Queries and keys per block of the grid: a power of two, about 1/64 of the rows."""
+    size = SMALLEST_BLOCK
+    while size < LARGEST_BLOCK and size * 64 < rows:
+        size *= 2
+    return size
+
+
+def _tasks(
+    empty: list[list[bool]], full: list[list[bool]], rows: int, columns: int, block: int
+) -> tuple[TileTask, ...]:
+    """Runs of equal blocks along the keys, joined along the queries where they are full."""
+    tasks = []
+    for index, (hidden, seen) in enumerate(zip(empty, full, strict=True)):
+        start = 0
+        kinds = [
+            None if h else Tile.FULL if s else Tile.PARTIAL
+            for h, s in zip(hidden, seen, strict=True)
+        ]
+        for at in range(1, len(kinds) + 1):
+            if at < len(kinds) and kinds[at] == kinds[start]:
+                continue
+            kind = kinds[start]
+            if kind is not None:
+                q_start, k_start = index * block, start * block
+                q_stop, k_stop = min(q_start + block, rows), min(at * block, columns)
+                tasks.append(TileTask(q_start, q_stop, k_start, k_stop, kind))
+            start = at
+    return joined(tasks)
+
+
+def positions(ranges: Sequence[range], start: int, stop: int, device: torch.device) -> Tensor:
+    """Global positions of the tokens [start, stop) of the concatenation of `ranges`."""
+    parts = slice_ranges(ranges, start, stop)
+    if not parts:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in parts])
