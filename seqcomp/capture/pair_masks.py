@@ -20,11 +20,20 @@ from seqcomp.capture.kinds import is_pointwise
 from seqcomp.capture.mask_values import Affine, Choice, Truth
 from seqcomp.capture.masks import MaskReader
 from seqcomp.capture.sizes import Size
-from seqcomp.runtime.attention.pair_mask import Apply, Leaf, Number, PairMask, Position, Term
+from seqcomp.runtime.attention.pair_mask import (
+    Apply,
+    Leaf,
+    Lookup,
+    Number,
+    PairMask,
+    Position,
+    Term,
+)
 
 aten = torch.ops.aten
 
 BATCH_DIM, HEAD_DIM, QUERY_DIM, KEY_DIM = range(4)
+TABLE_DIM = -1  # rows of a table: it stands where the batch does, and is never cut
 
 
 @dataclass(frozen=True)
@@ -52,19 +61,26 @@ class PairReader:
         self._positions = positions
 
     def read(self, node: Node, queries: Size, keys: Size) -> PairReading | None:
-        """The mask [.., Sq, Sk] of an attention; None where it depends on parameters."""
+        """The mask [.., Sq, Sk] of an attention; None where it has no such dims."""
         value = node.meta["val"]
-        if value.ndim > 4 or self._needs_gradient(node):
+        if value.ndim > 4:
             return None
         walk = _Walk(self._capture, self._positions, queries, keys)
         term = walk.term(node, tuple(range(4 - value.ndim, 4)))
         additive = value.dtype != torch.bool
         hidden = torch.finfo(value.dtype).min / 2 if additive else 0.0
+        trained = tuple(
+            i for i, item in enumerate(walk.inputs) if additive and self._needs_gradient(item.node)
+        )
         return PairReading(
-            PairMask(term, additive, hidden), tuple(walk.inputs), tuple(dict.fromkeys(walk.dense))
+            PairMask(term, additive, hidden, trained),
+            tuple(walk.inputs),
+            tuple(dict.fromkeys(walk.dense)),
         )
 
     def _needs_gradient(self, node: Node) -> bool:
+        if not node.meta["val"].is_floating_point():
+            return False
         seen, work = {node}, [node]
         while work:
             item = work.pop()
@@ -177,6 +193,8 @@ class _Walk:
             return self._transposed(node, name, dims)
         if name in ("tril", "triu"):
             return self._triangle(node, name, dims)
+        if name == "embedding":
+            return self._lookup(node, dims)
         if name == "slice":
             same = self._capture.shape(node) == self._capture.shape(node.args[0])
             return self.term(node.args[0], dims) if same else None
@@ -249,6 +267,16 @@ class _Walk:
         dtype = node.meta["val"].dtype
         value = self.term(node.args[0], dims)
         return Apply(aten.where.self, (inside, value, Number(0, dtype)))
+
+    def _lookup(self, node: Node, dims: tuple[int, ...]) -> Term | None:
+        """A row per pair of a table [rows, heads] (the relative bias of T5)."""
+        table, index = node.args[:2]
+        if dims[-1] != HEAD_DIM or table.meta["val"].ndim != 2:
+            return None
+        entry = MaskInput(table, (TABLE_DIM, HEAD_DIM))
+        if entry not in self.inputs:
+            self.inputs.append(entry)
+        return Lookup(self.inputs.index(entry), self.term(index, dims[:-1]))
 
 
 class _NotReadableError(Exception):

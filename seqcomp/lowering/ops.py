@@ -261,9 +261,10 @@ class MaskTiling(Op):
 
 def _framed(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """[B, H, q, k] from a tensor that has some of these dims."""
-    x = x.detach().permute(sorted(range(len(dims)), key=dims.__getitem__))
+    x = x.permute(sorted(range(len(dims)), key=dims.__getitem__))
+    places = {max(dim, 0) for dim in dims}  # a table's rows stand where the batch does
     for dim in range(4):
-        if dim not in dims:
+        if dim not in places:
             x = x.unsqueeze(dim)
     return x
 

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from seqcomp.layout.masks import Mask
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime.attention import kernels, ring, ulysses
+from seqcomp.runtime.attention import sinks as sink
 from seqcomp.runtime.attention.tiling import StaticTiling, Tiling
 from seqcomp.runtime.comm import Communicator
 
@@ -30,6 +31,7 @@ class AttentionPlan:
     layout: SequenceLayout
     transport: Transport = "p2p"
     scale: float | None = None
+    softcap: float = 0.0
 
 
 def attention(
@@ -38,6 +40,7 @@ def attention(
     v: Tensor,
     plan: AttentionPlan,
     tiling: Tiling | None = None,
+    sinks: Tensor | None = None,
     *,
     ring: Communicator | None = None,
     ulysses: Communicator | None = None,
@@ -45,7 +48,9 @@ def attention(
 ) -> Tensor:
     """[B, Hq, s, d] queries, [B, Hkv, s, d] keys and values of this rank -> [B, Hq, s, dv].
 
-    tiling: of a mask that depends on data; shared by the attentions of one forward.
+    tiling: of a mask that depends on data; shared by the attentions of one forward. What its
+    inputs learn from this rank's queries flows back into them.
+    sinks: [Hq] logits of the heads of q, appended to every softmax.
     s is the local length, S / (ring * ulysses); the output has the dtype of q, gradients those
     of their inputs. Hkv divides Hq; the Ulysses degree divides Hq, and divides Hkv or is divided
     by it. Every rank of both groups takes part, in forward and in backward. Under autocast the
@@ -60,7 +65,11 @@ def attention(
     assert k.shape[2] == q.shape[2], f"{q.shape[2]} queries, {k.shape[2]} keys"
     assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads, {k.shape[1]} KV heads"
     assert ulysses is None or q.shape[1] % ulysses.size == 0, f"{q.shape[1]} query heads"
-    return _Attention.apply(q, k, v, plan, tiling, ring, ulysses, label)
+    if tiling is None:
+        assert plan.mask is not None, "neither a mask nor a tiling"
+        length = q.shape[2] * (ulysses.size if ulysses else 1) * plan.layout.ring
+        tiling = StaticTiling(plan.mask, plan.layout, length, q.device)
+    return _Attention.apply(q, k, v, sinks, plan, tiling, ring, ulysses, label, *tiling.trained)
 
 
 class _Attention(torch.autograd.Function):
@@ -70,11 +79,13 @@ class _Attention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         plan: AttentionPlan,
-        tiling: Tiling | None,
+        tiling: Tiling,
         ring_comm: Communicator | None,
         heads_comm: Communicator | None,
         label: str,
+        *trained: Tensor,
     ) -> Tensor:
         ctx.heads = (q.shape[1], k.shape[1], v.shape[1])
         ctx.heads_comm = heads_comm
@@ -83,12 +94,12 @@ class _Attention(torch.autograd.Function):
             q, k, v = ulysses.to_heads((q, k, v), heads_comm, label=label)
         q, k, v = (_dense(x) for x in (q, k, v))
         group = q.shape[1] // k.shape[1]
-        if tiling is None:
-            assert plan.mask is not None, "neither a mask nor a tiling"
-            length = q.shape[2] * plan.layout.ring
-            tiling = StaticTiling(plan.mask, plan.layout, length, q.device)
         fastest, masked = (
-            kernels.kernel(choose(q.device, q.dtype, q.shape[3], v.shape[3]), group=group)
+            kernels.kernel(
+                "math" if plan.softcap else choose(q.device, q.dtype, q.shape[3], v.shape[3]),
+                group=group,
+                softcap=plan.softcap,
+            )
             for choose in (kernels.choose, kernels.choose_masked)
         )
         first = heads_comm.rank * q.shape[1] if heads_comm is not None else 0
@@ -100,11 +111,14 @@ class _Attention(torch.autograd.Function):
             masked=masked,
             heads=range(first, first + q.shape[1]),
             scale=q.shape[3] ** -0.5 if plan.scale is None else plan.scale,
+            softcap=plan.softcap,
             label=label,
         )
         out, lse = ring.forward(ctx.ring, q, k, v)
+        if sinks is not None:
+            out, lse = sink.apply(out, lse, sinks[ctx.ring.heads.start : ctx.ring.heads.stop])
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         if heads_comm is None:
             return out
         return ulysses.to_tokens((out,), ctx.heads[:1], heads_comm, label=label)[0]
@@ -112,17 +126,23 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         comm: Communicator | None = ctx.heads_comm
         if comm is not None:
             dout = ulysses.to_heads((dout,), comm, phase="backward", label=ctx.label)[0]
-        grads = ring.backward(ctx.ring, dout.contiguous(), q, k, v, out, lse)
+        dout = dout.contiguous()
+        grads, trained = ring.backward(ctx.ring, dout, q, k, v, out, lse)
         dq, dk, dv = (grad.to(q.dtype) for grad in grads)
+        d_sinks = None
+        if sinks is not None:
+            own = slice(ctx.ring.heads.start, ctx.ring.heads.stop)
+            d_sinks = torch.zeros_like(sinks)
+            d_sinks[own] = sink.gradient(dout, out, lse, sinks[own])
         if comm is not None:
             dq, dk, dv = ulysses.to_tokens(
                 (dq, dk, dv), ctx.heads, comm, phase="backward", label=ctx.label
             )
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, d_sinks, None, None, None, None, None, *trained
 
 
 def _same_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ broadcastable to [B,Hq,Sq,Sk], is boolean (True is seen) or added to the scores;
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -64,9 +65,20 @@ class Kernel:
     grouped: bool
 
 
-def kernel(name: str, *, group: int = 1) -> Kernel:
-    """The kernel of that name; for ``group`` = Hq / Hkv > 1 wrapped where it needs equal heads."""
+def kernel(name: str, *, group: int = 1, softcap: float = 0.0) -> Kernel:
+    """The kernel of that name; for ``group`` = Hq / Hkv > 1 wrapped where it needs equal heads.
+
+    ``softcap`` > 0 only with "math": no fused kernel has it.
+    """
     found = _KERNELS[name]
+    if softcap:
+        assert name == "math", f"{name} has no softcap"
+        return Kernel(
+            name,
+            partial(math_kernel.forward, softcap=softcap),
+            partial(math_kernel.backward, softcap=softcap),
+            grouped=True,
+        )
     return found if group == 1 or found.grouped else _expanding(found, group)
 
 

@@ -1,13 +1,17 @@
-"""Attention in plain tensor operations: any device, dtype, head dims and mask.
+"""Attention in plain tensor operations: any device, dtype, head dims, mask and softcap.
 
-Computes in at least fp32 and holds a whole [B, Hq, Sq, Sk] tile; the reference for the kernels
-and the fallback for what they do not take.
+Computes in at least fp32, a few rows at a time, so that memory stays O(tile); the reference for
+the kernels and the fallback for what they do not take.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+TILE_BYTES = 64 * 2**20
 
 
 def forward(
@@ -18,18 +22,21 @@ def forward(
     causal: bool,
     scale: float,
     mask: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """See ``kernels``. ``mask``, broadcastable to [B, Hq, Sq, Sk]: True where a query sees a key,
-    or added to the scores.
-
-    A query that sees nothing gets out = 0 and lse = -inf.
+    """See ``kernels``. ``softcap`` c > 0: scores become c tanh(score / c) before the mask
+    (Gemma 2, 2024).
     """
+    parts = []
     with _full_precision(q.device):
-        scores = _scores(q, k, causal=causal, scale=scale, mask=mask)
-        lse = scores.logsumexp(-1)  # of -inf alone: -inf
-        weights = _weights(scores, lse)
-        out = weights @ _per_group(v, weights.dtype)
-    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+        for rows in _chunks(q, k):
+            scores = _scores(q, k, rows, causal=causal, scale=scale, mask=mask, softcap=softcap)[0]
+            lse = scores.logsumexp(-1)  # of -inf alone: -inf
+            weights = _weights(scores, lse)
+            out = weights @ _per_group(v, weights.dtype)
+            parts.append((out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def backward(
@@ -43,42 +50,99 @@ def backward(
     causal: bool,
     scale: float,
     mask: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``kernels``; ``out`` and ``lse`` are those of the whole softmax."""
-    with _full_precision(q.device):
-        weights = _weights(
-            _scores(q, k, causal=causal, scale=scale, mask=mask),
-            lse.unflatten(1, (k.shape[1], -1)),
-        )
-        dout_w = dout.unflatten(1, (k.shape[1], -1)).to(weights.dtype)
-        out_w = out.unflatten(1, (k.shape[1], -1)).to(weights.dtype)
-        delta = (dout_w * out_w).sum(-1, keepdim=True)
-        dv = (weights.mT @ dout_w).sum(2)
-        dscores = weights * (dout_w @ _per_group(v, weights.dtype).mT - delta) * scale
-        dq = (dscores @ _per_group(k, weights.dtype)).flatten(1, 2)
-        dk = (dscores.mT @ q.unflatten(1, (k.shape[1], -1)).to(weights.dtype)).sum(2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _scores(q: Tensor, k: Tensor, *, causal: bool, scale: float, mask: Tensor | None) -> Tensor:
-    """[B, Hkv, group, Sq, Sk], -inf where a query does not see a key."""
+    dq_parts = []
     dtype = torch.promote_types(q.dtype, torch.float32)
-    q = q.unflatten(1, (k.shape[1], -1)).to(dtype)
-    scores = q @ _per_group(k, dtype).mT * scale
+    dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (k, v))
+    with _full_precision(q.device):
+        for rows in _chunks(q, k):
+            scores, slope = _scores(
+                q, k, rows, causal=causal, scale=scale, mask=mask, softcap=softcap
+            )
+            weights, dscores = _score_gradient(scores, dout, v, out, lse, rows)
+            dv += (weights.mT @ _grouped(dout, rows, k, dtype)).sum(2)
+            dscores = dscores * scale if slope is None else dscores * slope * scale
+            dq_parts.append((dscores @ _per_group(k, dtype)).flatten(1, 2))
+            dk += (dscores.mT @ _grouped(q, rows, k, dtype)).sum(2)
+    return torch.cat(dq_parts, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def mask_gradient(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    mask: Tensor,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Cotangent of an additive mask, [B, Hq, Sq, Sk] in accumulator dtype: of one small tile."""
+    rows = slice(0, q.shape[2])
+    with _full_precision(q.device):
+        scores, _ = _scores(q, k, rows, causal=False, scale=scale, mask=mask, softcap=softcap)
+        return _score_gradient(scores, dout, v, out, lse, rows)[1].flatten(1, 2)
+
+
+def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
+    """Rows whose scores take about TILE_BYTES."""
+    row = max(1, q.shape[0] * q.shape[1] * k.shape[2] * max(q.element_size(), 4))
+    step = max(1, TILE_BYTES // row)
+    for start in range(0, max(q.shape[2], 1), step):
+        yield slice(start, min(start + step, q.shape[2]))
+
+
+def _scores(
+    q: Tensor,
+    k: Tensor,
+    rows: slice,
+    *,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None,
+    softcap: float,
+) -> tuple[Tensor, Tensor | None]:
+    """[B, Hkv, group, rows, Sk], -inf where a query does not see a key; the slope of the cap."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = _grouped(q, rows, k, dtype) @ _per_group(k, dtype).mT * scale
+    slope = None
+    if softcap:
+        ratio = (scores / softcap).tanh()
+        scores, slope = ratio * softcap, 1 - ratio.square()
     if causal:
-        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-        mask = seen if mask is None else mask & seen
+        seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen[rows], float("-inf"))
     if mask is None:
-        return scores
-    if mask.dim() == 4:
-        mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (k.shape[1], -1))
+        return scores, slope
+    mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
+    mask = mask[:, :, rows] if mask.shape[2] > 1 else mask
+    mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (k.shape[1], -1))
     if mask.dtype != torch.bool:
-        return scores + mask
-    return scores.masked_fill(~mask, float("-inf"))
+        return scores + mask.to(dtype), slope
+    return scores.masked_fill(~mask, float("-inf")), slope
+
+
+def _score_gradient(
+    scores: Tensor, dout: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: slice
+) -> tuple[Tensor, Tensor]:
+    """(weights, cotangent of the scores) of some rows."""
+    weights = _weights(scores, lse[:, :, rows].unflatten(1, (v.shape[1], -1)))
+    dout_w, out_w = (_grouped(x, rows, v, weights.dtype) for x in (dout, out))
+    delta = (dout_w * out_w).sum(-1, keepdim=True)
+    return weights, weights * (dout_w @ _per_group(v, weights.dtype).mT - delta)
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     return (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp()
+
+
+def _grouped(x: Tensor, rows: slice, k: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, Hq, S, d] -> [B, Hkv, group, rows, d]."""
+    return x[:, :, rows].unflatten(1, (k.shape[1], -1)).to(dtype)
 
 
 def _per_group(x: Tensor, dtype: torch.dtype) -> Tensor:

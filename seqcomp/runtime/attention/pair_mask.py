@@ -55,7 +55,18 @@ class Apply:
         return schema.name.removeprefix("aten::").strip("_") if schema else "unknown"
 
 
-Term = Leaf | Position | Number | Apply
+@dataclass(frozen=True)
+class Lookup:
+    """Rows of a table, chosen for each pair: a relative position bias.
+
+    The table is a leaf [rows, h, 1, 1]; the index is a term without heads.
+    """
+
+    table: int
+    index: Any
+
+
+Term = Leaf | Position | Number | Apply | Lookup
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,7 @@ class PairMask:
     term: Term
     additive: bool = False
     hidden: float = -math.inf
+    trained: tuple[int, ...] = ()  # leaves that may need gradients
 
     def evaluate(self, leaves: Sequence[Tensor], q: Tensor, k: Tensor) -> Tensor:
         """The mask on the pairs q x k of global positions: broadcastable to [B, H, q, k]."""
@@ -99,6 +111,10 @@ def _exact(
                 named = {n: _exact(a, leaves, q, k, known) for n, a in kwargs}
                 known[id(term)] = target(*given, **named)
             return known[id(term)]
+        case Lookup(table, index):
+            rows = _exact(index, leaves, q, k, known)
+            shape = torch.broadcast_shapes(rows.shape, (1, 1, q.shape[2], k.shape[3]))
+            return leaves[table][:, :, 0, 0][rows.expand(shape)[:, 0]].permute(0, 3, 1, 2)
         case tuple() | list():
             return [_exact(item, leaves, q, k, known) for item in term]
     return term
@@ -139,6 +155,9 @@ class _Grid:
             case Number(value, _) | (int() | float() | bool() as value):
                 number = torch.tensor(float(value), dtype=torch.float64, device=self._q.device)
                 return Interval(number, number)
+            case Lookup(table, _):
+                rows = self._leaves[table].double()
+                return Interval(rows.min(), rows.max())
             case Apply():
                 if id(term) not in self._known:
                     self._known[id(term)] = self._apply(term)

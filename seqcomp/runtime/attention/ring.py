@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from seqcomp.layout.masks import Tile, TileTask
+from seqcomp.runtime.attention import math_kernel
 from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
 from seqcomp.runtime.attention.tiling import Tiling
@@ -39,6 +40,7 @@ class Ring:
     masked: Kernel
     scale: float
     heads: range
+    softcap: float = 0.0
     label: str = ""
 
     @property
@@ -71,19 +73,27 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 def backward(
     ring: Ring, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> Grads:
-    """dq, dk, dv in accumulator dtype; ``out`` in the dtype of q, ``lse`` as from ``forward``."""
+) -> tuple[Grads, list[Tensor]]:
+    """dq, dk, dv in accumulator dtype, and what the mask's trained inputs get.
+
+    ``out`` in the dtype of q, ``lse`` as from ``forward``.
+    """
     dq = _Sum(q)
+    trained = [torch.zeros_like(x) for x in ring.tiling.trained]
     route = _Gathered(ring, k, v) if ring.gathered and ring.size > 1 else _Travelling(ring, k, v)
     for source, k_block, v_block in _blocks(ring, k, v, "backward"):
         parts = []
         for task in ring.tasks(source):
             grads = _backward_tile(ring, task, source, (dout, q, out, lse), (k_block, v_block))
             dq.add(task.q_start, task.q_stop, grads[0])
+            if trained and task.kind is Tile.PARTIAL:
+                _add_mask_gradient(
+                    trained, ring, task, source, (dout, q, out, lse), (k_block, v_block)
+                )
             parts.append((task.k_start, task.k_stop, grads[1], grads[2]))
         route.add(source, parts)
     dk, dv = route.result()
-    return dq.result(), dk, dv
+    return (dq.result(), dk, dv), trained
 
 
 def _blocks(ring: Ring, k: Tensor, v: Tensor, phase: Phase) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -229,3 +239,22 @@ def _backward_tile(
         )
     causal = task.kind is Tile.CAUSAL
     return ring.kernel.backward(dout, q, k, v, out, lse, causal=causal, scale=ring.scale)
+
+
+def _add_mask_gradient(
+    totals: list[Tensor],
+    ring: Ring,
+    task: TileTask,
+    source: int,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    keys: tuple[Tensor, Tensor],
+) -> None:
+    dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
+    k, v = (x[:, :, task.k_start : task.k_stop] for x in keys)
+    cotangent = math_kernel.mask_gradient(
+        dout, q, k, v, out, lse,
+        scale=ring.scale, mask=ring.mask(task, source), softcap=ring.softcap,
+    )  # fmt: skip
+    parts = ring.tiling.gradients(task, ring.rank, source, ring.heads, cotangent)
+    for total, part in zip(totals, parts, strict=True):
+        total.add_(part)

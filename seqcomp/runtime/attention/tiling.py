@@ -18,13 +18,22 @@ from seqcomp.layout.sequence import SequenceLayout, slice_ranges
 from seqcomp.runtime.attention.pair_mask import PairMask, bounds
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
+LONGEST_MASK = 4096  # keys of one tile that needs a mask: what is evaluated stays O(tile)
 
 
 class Tiling(ABC):
     """Tiles of the queries of ring rank `rank` against the keys of ring rank `source`."""
 
+    trained: tuple[Tensor, ...] = ()  # inputs of the mask that need gradients
+
     @abstractmethod
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]: ...
+
+    def gradients(
+        self, task: TileTask, rank: int, source: int, heads: range, cotangent: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What the cotangent of one tile's mask gives to `trained`."""
+        return ()
 
     @abstractmethod
     def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
@@ -69,7 +78,10 @@ class DataTiling(Tiling):
         device: torch.device,
     ):
         self._mask = mask
-        self._leaves = tuple(leaves)
+        self._leaves = tuple(x.detach() for x in leaves)
+        # Held as they are: the attentions hand their gradients to these.
+        self.trained = tuple(leaves[i] for i in mask.trained if leaves[i].requires_grad)
+        self._trained_at = tuple(i for i in mask.trained if leaves[i].requires_grad)
         self._device = device
         self._layout = layout
         self._length = length
@@ -85,8 +97,22 @@ class DataTiling(Tiling):
     def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
         q = positions(self._ranges(rank), task.q_start, task.q_stop, self._device)
         k = positions(self._ranges(source), task.k_start, task.k_stop, self._device)
-        own = [x[:, heads.start : heads.stop] if x.shape[1] > 1 else x for x in self._leaves]
-        return self._mask.evaluate(own, q, k)
+        return self._mask.evaluate([_of_heads(x, heads) for x in self._leaves], q, k)
+
+    def gradients(
+        self, task: TileTask, rank: int, source: int, heads: range, cotangent: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What the cotangent [B, H, rows, columns] of one tile's mask gives to `trained`."""
+        q = positions(self._ranges(rank), task.q_start, task.q_stop, self._device)
+        k = positions(self._ranges(source), task.k_start, task.k_stop, self._device)
+        leaves = list(self._leaves)
+        inputs = [leaves[i].clone().requires_grad_() for i in self._trained_at]
+        for at, leaf in zip(self._trained_at, inputs, strict=True):
+            leaves[at] = leaf
+        with torch.enable_grad():
+            mask = self._mask.evaluate([_of_heads(x, heads) for x in leaves], q, k)
+        own = cotangent.sum_to_size(torch.Size((1,) * (4 - mask.dim()) + tuple(mask.shape)))
+        return torch.autograd.grad(mask, inputs, own.view(mask.shape).to(mask.dtype))
 
     def _ranges(self, rank: int) -> tuple[range, ...]:
         return self._layout.ring_ranges(self._length, rank)
@@ -99,6 +125,8 @@ class DataTiling(Tiling):
         if self._mask.additive:
             empty = grid.high <= self._mask.hidden
             full = (grid.low == 0) & (grid.high == 0)
+            if self.trained:
+                full = torch.zeros_like(full)  # a bias of zeros has a gradient too
         else:
             empty, full = grid.high == 0, grid.low == 1
         if self._mask.additive and self._mask.hidden != -torch.inf:
@@ -125,6 +153,10 @@ class DataTiling(Tiling):
         return visible
 
 
+def _of_heads(leaf: Tensor, heads: range) -> Tensor:
+    return leaf[:, heads.start : heads.stop] if leaf.shape[1] > 1 else leaf
+
+
 def block_size(rows: int) -> int:
     """Queries and keys per block of the grid: a power of two, about 1/64 of the rows."""
     size = SMALLEST_BLOCK
@@ -145,7 +177,8 @@ def _tasks(
             for h, s in zip(hidden, seen, strict=True)
         ]
         for at in range(1, len(kinds) + 1):
-            if at < len(kinds) and kinds[at] == kinds[start]:
+            small = kinds[start] is Tile.FULL or (at - start) * block < LONGEST_MASK
+            if at < len(kinds) and kinds[at] == kinds[start] and small:
                 continue
             kind = kinds[start]
             if kind is not None:
