@@ -1,8 +1,9 @@
 """Finds every attention of a capture and what it is: heads, KV heads, mask, scale.
 
-`aten.scaled_dot_product_attention` becomes a call of `attention` with the KV heads as they are
-stored (a repetition for grouped queries is undone: otherwise K/V would travel Hq/Hkv times too
-heavy) and no mask operand; the mask is a description in `node.meta["attention"]`.
+`aten.scaled_dot_product_attention`, and attention that is written out (eager.py), becomes a call
+of `attention` with the KV heads as they are stored (a repetition for grouped queries is undone:
+otherwise K/V would travel Hq/Hkv times too heavy); its mask is a description in
+`node.meta["attention"]`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from seqcomp.capture.eager import Written, find_eager
 from seqcomp.capture.edit import argument, is_tensor, module_path, op_name
 from seqcomp.capture.export import Capture
 from seqcomp.capture.masks import MaskReader
@@ -42,6 +44,8 @@ class AttentionInfo:
     scale: float
     mask_found: str = ""
     pairs: PairReading | None = None
+    softcap: float = 0.0
+    dtype: torch.dtype | None = None  # of the softmax, where the model fixes it
 
     @property
     def causal(self) -> bool:
@@ -49,12 +53,35 @@ class AttentionInfo:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The operation that attention nodes stand for, on one device."""
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    if not softcap and sinks is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    if causal:
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(~ones.tril(), float("-inf"))
+    if mask is not None:
+        hidden = mask.dtype == torch.bool
+        scores = scores.masked_fill(~mask, float("-inf")) if hidden else scores + mask
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
+    return scores.softmax(-1)[..., : k.shape[2]] @ v
 
 
 def recognise_attention(capture: Capture, module: torch.nn.Module) -> tuple[AttentionInfo, ...]:
@@ -69,28 +96,45 @@ def recognise_attention(capture: Capture, module: torch.nn.Module) -> tuple[Atte
 
     reader = MaskReader(capture, constant)
     pairs = PairReader(capture, reader)
-    found = []
-    for node in list(capture.graph.nodes):
-        if node.op != "call_function" or op_name(node) != "aten.scaled_dot_product_attention":
-            continue
-        if node.args[0].meta["val"].ndim != 4:
-            continue
-        info = _rewrite(capture, reader, pairs, node)
-        found.append(info)
+    order = {node: i for i, node in enumerate(capture.graph.nodes)}
+    written = [*_fused(capture), *find_eager(capture)]
+    found = [
+        _rewrite(capture, reader, pairs, item)
+        for item in sorted(written, key=lambda w: order[w.out])
+    ]
     capture.graph.eliminate_dead_code()
     return tuple(found)
 
 
-def _rewrite(capture: Capture, reader: MaskReader, pairs: PairReader, node: Node) -> AttentionInfo:
-    q, k, v = node.args[:3]
-    mask_node = argument(node, 3, "attn_mask")
-    causal = bool(argument(node, 5, "is_causal", False))
-    scale = argument(node, 6, "scale")
+def _fused(capture: Capture) -> list[Written]:
+    """Calls of scaled_dot_product_attention."""
+    return [
+        Written(
+            out=node,
+            q=node.args[0],
+            k=node.args[1],
+            v=node.args[2],
+            scale=argument(node, 6, "scale"),
+            mask=argument(node, 3, "attn_mask"),
+            causal=bool(argument(node, 5, "is_causal", False)),
+        )
+        for node in capture.graph.nodes
+        if node.op == "call_function"
+        and op_name(node) == "aten.scaled_dot_product_attention"
+        and node.args[0].meta["val"].ndim == 4
+    ]
+
+
+def _rewrite(
+    capture: Capture, reader: MaskReader, pairs: PairReader, written: Written
+) -> AttentionInfo:
+    node, q, k, v = written.out, written.q, written.k, written.v
+    mask_node, causal = written.mask, written.causal
     key_source, value_source = _ungrouped(capture, k), _ungrouped(capture, v)
     if key_source is not None and value_source is not None:
         k, v = key_source, value_source
     head_dim = int(q.meta["val"].shape[-1])
-    scale = float(scale) if scale is not None else 1.0 / math.sqrt(head_dim)
+    scale = float(written.scale) if written.scale is not None else 1.0 / math.sqrt(head_dim)
     mask, found = _read_mask(reader, mask_node, causal, capture, q, k)
     reading = None
     if mask is None and not causal:
@@ -105,10 +149,13 @@ def _rewrite(capture: Capture, reader: MaskReader, pairs: PairReader, node: Node
         scale=scale,
         mask_found=found,
         pairs=reading,
+        softcap=written.softcap,
+        dtype=written.dtype,
     )
     keep_mask = mask_node if mask is None or _needs_operand(mask) else None
+    args = (q, k, v, keep_mask, mask == Causal(0), scale, written.softcap, written.sinks)
     with capture.graph.inserting_before(node):
-        new = capture.graph.call_function(attention, (q, k, v, keep_mask, mask == Causal(0), scale))
+        new = capture.graph.call_function(attention, args)
     new.meta.update(node.meta)
     new.meta["attention"] = info
     node.replace_all_uses_with(new)

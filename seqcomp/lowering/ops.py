@@ -217,13 +217,15 @@ class SumGradient(Op):
 class Attention(Op):
     """Attention over sharded tokens: Ulysses inside, ring outside.
 
-    A fourth operand is the tiling of a mask that depends on data (`mask` is None).
+    A fourth operand is the tiling of a mask that depends on data (`mask` is None), a fifth the
+    sinks of its heads.
     """
 
     mask: Mask | None
     scale: float
     transport: Transport
     label: str
+    softcap: float = 0.0
     __name__ = "attention"
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
@@ -231,12 +233,18 @@ class Attention(Op):
             return rank.context.comm((axis,)) if axis in rank.sequence else None
 
         ring, ulysses = comm(rank.ring_axis), comm(rank.ulysses_axis)
-        plan = AttentionPlan(self.mask, rank.layout, self.transport, self.scale)
+        plan = AttentionPlan(self.mask, rank.layout, self.transport, self.scale, self.softcap)
 
         def sharded_attention(
-            q: Tensor, k: Tensor, v: Tensor, tiling: DataTiling | None = None
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            tiling: DataTiling | None = None,
+            sinks: Tensor | None = None,
         ) -> Tensor:
-            return attention(q, k, v, plan, tiling, ring=ring, ulysses=ulysses, label=self.label)
+            return attention(
+                q, k, v, plan, tiling, sinks, ring=ring, ulysses=ulysses, label=self.label
+            )
 
         return sharded_attention
 

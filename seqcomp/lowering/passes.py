@@ -113,12 +113,12 @@ def _attention(
     _heads(graph, node, decision, made, context)
     info = node.meta["attention"]
     transport = context.transports[info.where]
-    node.target = ops.Attention(info.mask, info.scale, transport, info.where)
-    tilings = []
+    node.target = ops.Attention(info.mask, info.scale, transport, info.where, info.softcap)
+    tiling = None
     if info.pairs is not None:
-        tilings = [tiling_of(graph, info.pairs, decision.attributes["inputs"], made, context)]
+        tiling = tiling_of(graph, info.pairs, decision.attributes["inputs"], made, context)
         _report_dense(info, context)
-    node.args = (*node.args[:3], *tilings)
+    node.args = (*node.args[:3], tiling, node.args[7])
 
 
 def _report_dense(info: AttentionInfo, context: LoweringContext) -> None:

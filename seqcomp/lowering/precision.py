@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 import torch
 
+from seqcomp.capture.recognise import AttentionInfo
+
 
 def computing_dtype(graph: torch.fx.Graph, parameters: Collection[str]) -> torch.dtype:
     """The coarsest floating dtype among the values that depend on parameters.
@@ -21,6 +23,11 @@ def computing_dtype(graph: torch.fx.Graph, parameters: Collection[str]) -> torch
             continue
         depends.add(node)
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            coarsest = max(coarsest, value.dtype, key=lambda d: torch.finfo(d).eps)
+        dtypes = [value.dtype] if isinstance(value, torch.Tensor) else []
+        info = node.meta.get("attention")
+        if isinstance(info, AttentionInfo) and info.dtype is not None:
+            dtypes.append(info.dtype)  # one device rounds here, the compiled module may not
+        for dtype in dtypes:
+            if dtype.is_floating_point:
+                coarsest = max(coarsest, dtype, key=lambda d: torch.finfo(d).eps)
     return coarsest

@@ -24,6 +24,7 @@ def attention_rule(node: Node, env: Env) -> Decision:
     """
     info: AttentionInfo = node.meta["attention"]
     q, k, v, mask = node.args[:4]
+    sinks = node.args[7]
     shape = env.shape(node)
     tokens = _token_axes(env, q)
     batch = _batch_dim(env, (q, k, v))
@@ -45,11 +46,16 @@ def attention_rule(node: Node, env: Env) -> Decision:
         return Spec((lead, heads_of(item), rows, whole(own[3])))
 
     sliced = bool(by_head) and not any(f.axes for f in heads_of(k))
+    extra: dict[Node, Spec] = {}
+    if is_tensor(sinks):
+        extra[sinks] = Spec(
+            ((Factor(env.shape(sinks)[0], by_head),),) if by_head else (whole(info.heads),)
+        )
     attributes = {"tokens": tokens, "sliced": sliced, "by_head": by_head}
     everywhere = tuple(a for a in env.mesh.sequence if a not in by_head)
     tiled = info.pairs is not None and tokens == everywhere and not broadcast
     if not tokens and not tiled:
-        wants = {n: placed(n, ()) for n in (q, k, v)}
+        wants = {n: placed(n, ()) for n in (q, k, v)} | extra
         if is_tensor(mask):
             wants[mask] = _batch_only(mask, batch, heads_of, env)
         out = Spec((batch, heads_of(q), whole(length), whole(shape[3])))
@@ -60,11 +66,11 @@ def attention_rule(node: Node, env: Env) -> Decision:
     if env.shape(k)[2] != length:
         if info.mask != Full():
             raise _mask_error(node, info, "a mask between sequences of different lengths")
-        wants = {q: placed(q, tokens), k: placed(k, ()), v: placed(v, ())}
+        wants = {q: placed(q, tokens), k: placed(k, ()), v: placed(v, ())} | extra
         return Decision(wants, out)
     if info.mask is None and not tiled:
         raise _mask_error(node, info, info.mask_found)
-    wants = {n: placed(n, tokens) for n in (q, k, v)}
+    wants = {n: placed(n, tokens) for n in (q, k, v)} | extra
     if is_tensor(mask):  # its description goes to the operation, not the tensor
         wants[mask] = env.spec(mask)
     if info.pairs is not None:

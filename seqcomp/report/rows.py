@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from seqcomp.capture.facts import mask_name
 from seqcomp.capture.recognise import AttentionInfo
 from seqcomp.lowering import ops
 from seqcomp.lowering.program import Program
@@ -102,17 +103,25 @@ def kernel_rows(
         rows.append(
             KernelRow(
                 module=info.where,
-                kernel=kernels.choose(device, dtype, q.shape[3], v.shape[3]) if divided else "sdpa",
+                kernel=_kernel(info, device, dtype, q, v) if divided else "sdpa",
                 dtype=str(dtype).removeprefix("torch."),
                 heads=info.heads,
                 kv_heads=info.kv_heads,
                 head_dim=q.shape[3],
-                mask=type(info.mask).__name__.lower() if info.mask else info.mask_found,
+                mask=mask_name(info) if info.mask is None else type(info.mask).__name__.lower(),
                 layout=program.layout.kind,
                 transport=op.transport if divided and resolved.ring_size > 1 else "none",
             )
         )
     return tuple(rows)
+
+
+def _kernel(
+    info: AttentionInfo, device: torch.device, dtype: torch.dtype, q: Tensor, v: Tensor
+) -> str:
+    if info.softcap:
+        return "math"
+    return kernels.choose(device, dtype, q.shape[3], v.shape[3])
 
 
 def _rows_of(

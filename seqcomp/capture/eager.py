@@ -1,0 +1,316 @@
+"""Attention written out: matmul, scale, softcap, mask, softmax, matmul (also with sinks).
+
+Each is read as one attention, so that no S x S tensor is computed. Where the weights themselves
+are used elsewhere, or something stands between that is none of these, the operations stay as they
+are, and are placed like any others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
+from seqcomp.capture.export import Capture
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Written:
+    """An attention as the graph has it: `out` = softmax(cap(q k^T scale) + mask, sinks) v.
+
+    scale None is 1/sqrt(d); dtype: the one that the softmax is computed in, where it is fixed.
+    """
+
+    out: Node
+    q: Node
+    k: Node
+    v: Node
+    scale: float | None
+    mask: Node | None
+    causal: bool = False
+    softcap: float = 0.0
+    sinks: Node | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass
+class _Scores:
+    """State of the walk from the softmax up to q k^T; what is met last was applied first."""
+
+    node: Node
+    masks: list[Node] = field(default_factory=list)
+    scale: float = 1.0
+    softcap: float = 0.0
+    sinks: Node | None = None
+
+
+def find_eager(capture: Capture) -> list[Written]:
+    """All attentions that are written out, in order; adds nodes for masks, changes no other."""
+    found = []
+    for node in list(capture.graph.nodes):
+        if node.op == "call_function" and op_name(node) in ("aten.softmax", "aten._softmax"):
+            item = _read(capture, node)
+            if item is not None:
+                found.append(item)
+    return found
+
+
+def _read(capture: Capture, softmax: Node) -> Written | None:
+    dim = argument(softmax, 1, "dim")
+    if softmax.meta["val"].ndim != 4 or dim not in (3, -1):
+        return None
+    walked = _scores(capture, softmax.args[0], softmax)
+    product = _weights_times_values(softmax, with_sinks=walked is not None and bool(walked.sinks))
+    if walked is None or product is None:
+        return None
+    q, k_t = walked.node.args[:2]
+    k = _transposed(k_t)
+    v = product.args[1]
+    if k is None or any(x.meta["val"].ndim != 4 for x in (q, k, v)):
+        return None
+    shape_q, shape_k = capture.shape(q), capture.shape(k)
+    if shape_q[:2] != shape_k[:2] or capture.shape(v)[:3] != shape_k[:3]:
+        return None
+    mask = _sum_of(capture, walked.masks, before=product)
+    return Written(
+        out=product,
+        q=q,
+        k=k,
+        v=v,
+        scale=walked.scale,
+        mask=mask,
+        softcap=walked.softcap,
+        sinks=walked.sinks,
+        dtype=softmax.meta["val"].dtype,
+    )
+
+
+def _scores(capture: Capture, node: Node, softmax: Node) -> _Scores | None:
+    state = _Scores(node)
+    while is_tensor(state.node) and state.node.op == "call_function":
+        if op_name(state.node) == "aten.matmul":
+            return state
+        if len(state.node.users) > 1 and not _only_its_maximum(state.node):
+            return None
+        step = _STEPS.get(op_name(state.node).removeprefix("aten.").strip("_"))
+        if step is None or not step(capture, state):
+            return None
+    return None
+
+
+def _only_its_maximum(node: Node) -> bool:
+    """Users besides the softmax that do not change it: x - max(x)."""
+    return all(op_name(user) in ("aten.sub", "aten.max", "aten.amax") for user in node.users)
+
+
+def _to(capture: Capture, state: _Scores) -> bool:
+    state.node = state.node.args[0]
+    return state.node.meta["val"].is_floating_point()
+
+
+def _add(capture: Capture, state: _Scores) -> bool:
+    if argument(state.node, 2, "alpha", 1) != 1 or state.scale != 1.0 or state.softcap:
+        return False
+    left, right = state.node.args[:2]
+    if not is_tensor(left) or not is_tensor(right):
+        return False
+    scores, mask = (left, right) if _leads_to_product(left) else (right, left)
+    if not _leads_to_product(scores) or _leads_to_product(mask):
+        return False
+    state.masks.append(mask)
+    state.node = scores
+    return True
+
+
+def _leads_to_product(node: Node) -> bool:
+    """Whether a matmul of two activations is behind a chain of element-wise operations."""
+    for _ in range(12):
+        if not is_tensor(node) or node.op != "call_function":
+            return False
+        if op_name(node) == "aten.matmul":
+            return all(is_tensor(n) and n.meta["val"].ndim == 4 for n in node.args[:2])
+        name = op_name(node).removeprefix("aten.").strip("_")
+        if name == "where":
+            node = node.args[1] if _leads_to_product(node.args[1]) else node.args[2]
+        elif name in _STEPS and name != "cat":
+            left = node.args[0]
+            other = node.args[1] if len(node.args) > 1 else None
+            swap = name == "add" and is_tensor(other) and not _leads_to_product(left)
+            node = other if swap else left
+        else:
+            return False
+    return False
+
+
+def _times(capture: Capture, state: _Scores) -> bool:
+    return _scaled(state, lambda x: x)
+
+
+def _divided(capture: Capture, state: _Scores) -> bool:
+    if argument(state.node, 2, "rounding_mode") is not None:
+        return False
+    return _scaled(state, lambda x: 1.0 / x)
+
+
+def _scaled(state: _Scores, factor: Callable[[float], float]) -> bool:
+    number = _number(state.node.args[1])
+    if number is None or number == 0:
+        return False
+    source = state.node.args[0]
+    if is_tensor(source) and op_name(source) == "aten.tanh" and state.scale == 1.0:
+        return not state.softcap and _capped(state, factor(number), source)
+    state.scale *= factor(number)
+    state.node = source
+    return True
+
+
+def _capped(state: _Scores, cap: float, tanh: Node) -> bool:
+    """c tanh(s / c)"""
+    inner = tanh.args[0]
+    if not is_tensor(inner) or len(tanh.users) > 1:
+        return False
+    number = _number(inner.args[1]) if len(inner.args) > 1 else None
+    divided = op_name(inner) == "aten.div" and number == cap
+    times = op_name(inner) == "aten.mul" and number is not None and math.isclose(number * cap, 1.0)
+    if cap <= 0 or not (divided or times):
+        return False
+    state.softcap, state.node = cap, inner.args[0]
+    return True
+
+
+def _number(item: object) -> float | None:
+    if isinstance(item, bool):
+        return None
+    if isinstance(item, int | float):
+        return float(item)
+    if isinstance(item, Node) and op_name(item) in ("aten.scalar_tensor", "aten.full"):
+        value = item.args[-1]
+        return float(value) if isinstance(value, int | float) else None
+    return None
+
+
+def _filled(capture: Capture, state: _Scores) -> bool:
+    """masked_fill(scores, hidden, lowest)"""
+    scores, hidden, value = state.node.args[:3]
+    return _choice(capture, state, hidden, scores, _number(value), is_hidden=True)
+
+
+def _where(capture: Capture, state: _Scores) -> bool:
+    condition, yes, no = state.node.args[:3]
+    if is_tensor(yes) and _leads_to_product(yes):
+        return _choice(capture, state, condition, yes, _number(no), is_hidden=False)
+    if is_tensor(no):
+        return _choice(capture, state, condition, no, _number(yes), is_hidden=True)
+    return False
+
+
+def _choice(
+    capture: Capture,
+    state: _Scores,
+    condition: Node,
+    scores: Node,
+    value: float | None,
+    *,
+    is_hidden: bool,
+) -> bool:
+    dtype = state.node.meta["val"].dtype
+    if value is None or value > torch.finfo(dtype).min / 2 or state.scale != 1.0 or state.softcap:
+        return False
+    editor, before = Editor(capture), state.node
+    kwargs = {"dtype": dtype, "device": state.node.meta["val"].device}
+    low = editor.call(aten.scalar_tensor.default, (value,), kwargs, before=before)
+    zero = editor.call(aten.scalar_tensor.default, (0.0,), kwargs, before=before)
+    pair = (low, zero) if is_hidden else (zero, low)
+    state.masks.append(editor.call(aten.where.self, (condition, *pair), before=before))
+    state.node = scores
+    return True
+
+
+def _less_maximum(capture: Capture, state: _Scores) -> bool:
+    """x - max(x) has the softmax of x."""
+    source, peak = state.node.args[:2]
+    while is_tensor(peak) and op_name(peak) in ("aten.getitem", "getitem", "aten.to"):
+        peak = peak.args[0]
+    if not isinstance(peak, Node) or op_name(peak) not in ("aten.max", "aten.amax"):
+        return False
+    state.node = source
+    return peak.args[0] is source
+
+
+def _with_sinks(capture: Capture, state: _Scores) -> bool:
+    """cat((scores, sinks expanded to one column), -1)"""
+    parts, dim = state.node.args[0], argument(state.node, 1, "dim", 0)
+    if len(parts) != 2 or dim not in (3, -1) or state.masks or state.sinks is not None:
+        return False
+    column = parts[1]
+    while is_tensor(column) and op_name(column) in (
+        "aten.expand", "aten.reshape", "aten.view", "aten.unsqueeze", "aten.to", "aten.slice",
+        "aten.repeat", "aten.contiguous", "aten.clone",
+    ):  # fmt: skip
+        column = column.args[0]
+    heads = state.node.meta["val"].shape[1]
+    if not is_tensor(column) or tuple(column.meta["val"].shape) != (heads,):
+        return False
+    state.sinks, state.node = column, parts[0]
+    return True
+
+
+Step = Callable[[Capture, _Scores], bool]
+_STEPS: dict[str, Step] = {
+    "to": _to,
+    "add": _add,
+    "mul": _times,
+    "div": _divided,
+    "masked_fill": _filled,
+    "where": _where,
+    "sub": _less_maximum,
+    "cat": _with_sinks,
+}
+
+
+def _weights_times_values(softmax: Node, *, with_sinks: bool) -> Node | None:
+    """The matmul with the values, where nothing else uses the weights."""
+    node = softmax
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        name = op_name(user)
+        if name == "aten.matmul" and user.args[0] is node and is_tensor(user.args[1]):
+            return None if with_sinks else user
+        if name == "aten.slice" and with_sinks:
+            dim, stop = argument(user, 1, "dim", 0), argument(user, 3, "end")
+            if dim not in (3, -1) or stop != -1 or argument(user, 2, "start", 0) not in (0, None):
+                return None
+            with_sinks = False
+        elif name not in ("aten.to", "aten.contiguous", "aten.clone") and (
+            name != "aten.dropout" or (argument(user, 2, "train") and argument(user, 1, "p"))
+        ):
+            return None
+        node = user
+    return None
+
+
+def _transposed(node: Node) -> Node | None:
+    """k [B, H, S, d] behind k^T."""
+    if not is_tensor(node) or node.op != "call_function":
+        return None
+    name, ndim = op_name(node), node.meta["val"].ndim
+    if name == "aten.transpose" and {node.args[1] % ndim, node.args[2] % ndim} == {2, 3}:
+        return node.args[0]
+    if name == "aten.permute" and [d % ndim for d in node.args[1]] == [0, 1, 3, 2]:
+        return node.args[0]
+    return node.args[0] if name in ("aten.mT", "aten.adjoint") else None
+
+
+def _sum_of(capture: Capture, masks: list[Node], before: Node) -> Node | None:
+    if not masks:
+        return None
+    editor, total = Editor(capture), masks[-1]
+    for mask in reversed(masks[:-1]):
+        total = editor.call(aten.add.Tensor, (total, mask), before=before)
+    return total
