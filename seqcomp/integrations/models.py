@@ -1,7 +1,7 @@
 """Model specs: ``hf:LlamaForCausalLM?num_hidden_layers=2``, ``hf:dir/config.json``,
 ``titan:llama3/8B``, ``python:package.module:factory``.
 
-Models are built on the meta device, without weights and without the network.
+Models are built on the meta device unless another one is asked for, and without the network.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 
 from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.integrations.torchtitan import build_titan
 from seqcomp.plan.nearest import nearest
 
 if TYPE_CHECKING:
@@ -71,8 +72,10 @@ def parse_spec(text: str) -> ModelSpec:
     return ModelSpec("hf", name, options)
 
 
-def build_model(text: str) -> nn.Module:
-    """The module that a spec names, on the meta device where its code allows it.
+def build_model(text: str, device: str = "meta") -> nn.Module:
+    """The module that a spec names, with random weights where `device` is not meta.
+
+    A ``python:`` factory that cannot run on meta gives its model on the device of its choice.
 
     Raises:
         PlanError: SC020 (spec), SC021 (building failed), SC921 (library not there).
@@ -80,7 +83,7 @@ def build_model(text: str) -> nn.Module:
     spec = parse_spec(text)
     builders = {"hf": _build_hf, "titan": _build_titan, "python": _build_python}
     try:
-        return builders[spec.kind](spec, text)
+        return builders[spec.kind](spec, text, device)
     except PlanError:
         raise
     except Exception as error:
@@ -100,7 +103,7 @@ def _value(text: str) -> Any:
         return words.get(text, text)
 
 
-def _build_hf(spec: ModelSpec, text: str) -> nn.Module:
+def _build_hf(spec: ModelSpec, text: str, device: str) -> nn.Module:
     if find_spec("transformers") is None:
         raise PlanError(
             diagnostic(
@@ -120,7 +123,7 @@ def _build_hf(spec: ModelSpec, text: str) -> nn.Module:
     # Made once to know its settings, then anew: some are derived from others.
     config_class = architecture.config_class
     _check_settings(config_class(**settings), spec.options, text)
-    with torch.device("meta"):
+    with torch.device(device):
         return architecture(config_class(**_with_options(settings, spec.options)))
 
 
@@ -199,20 +202,11 @@ def _hf_config_file(spec: ModelSpec, text: str) -> tuple[Any, dict[str, Any]]:
     return architecture, {key: value for key, value in data.items() if key != "model_type"}
 
 
-def _build_titan(spec: ModelSpec, text: str) -> nn.Module:
-    del spec
-    missing = find_spec("torchtitan") is None
-    raise PlanError(
-        diagnostic(
-            "SC921",
-            where=text,
-            message="torchtitan is not installed" if missing else "titan: is not available yet",
-            help="name a factory instead: python:<module>:<factory>",
-        )
-    )
+def _build_titan(spec: ModelSpec, text: str, device: str) -> nn.Module:
+    return build_titan(spec.target, text, device)
 
 
-def _build_python(spec: ModelSpec, text: str) -> nn.Module:
+def _build_python(spec: ModelSpec, text: str, device: str) -> nn.Module:
     import torch
 
     module_name, _, factory_name = spec.target.partition(":")
@@ -221,7 +215,7 @@ def _build_python(spec: ModelSpec, text: str) -> nn.Module:
         for part in factory_name.split("."):
             factory = getattr(factory, part)
         try:
-            with torch.device("meta"):
+            with torch.device(device):
                 model = factory()
         except (RuntimeError, NotImplementedError):
             # Some factories read values while they build, which meta tensors do not have.
