@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from typing import Any
@@ -14,6 +15,7 @@ import seqcomp
 from seqcomp.runtime.comm import RankContext
 from seqcomp.verify.lockstep import lockstep
 from tests.fixtures.compare import (
+    CLEARLY_WRONG,
     FP64_WITH_FP32_INSIDE,
     Reference,
     compare_grads,
@@ -36,7 +38,7 @@ CASES = [("llama3/debugmodel", plan, mode) for plan in PLANS for mode in ("full"
 TOLERANCE = FP64_WITH_FP32_INSIDE
 
 
-def build(spec: str = "llama3/debugmodel") -> nn.Module:
+def build(spec: str = "llama3/debugmodel") -> Any:
     torch.manual_seed(0)
     with default_dtype(torch.float64):
         return titan(spec)
@@ -100,3 +102,89 @@ def test_loss_outside(spec: str, plan: str, mode: str) -> None:
         assert logits <= 1, rank
         assert gradient <= 1, (rank, worst)
         assert (cuts > 0) == ("megatron" in plan)
+
+
+CALLS = {
+    "positional": lambda tokens, positions: ((tokens, positions), {}),
+    "for all samples": lambda tokens, positions: ((tokens,), {"positions": positions[1:]}),
+    "by name": lambda tokens, positions: (
+        (),
+        {"attention_masks": None, "positions": positions, "tokens": tokens},
+    ),
+}
+
+
+@pytest.mark.parametrize("style", CALLS)
+@pytest.mark.parametrize("spec", ["llama3/debugmodel", "qwen3/debugmodel"])
+def test_positions_passed_in(spec: str, style: str) -> None:
+    """Looked up in the complex and the cos/sin table; documents in the second sample."""
+    tokens = batch()["tokens"][:2]
+    positions = torch.stack([torch.arange(3, 19), torch.tensor([*range(10), *range(6)])])
+    args, kwargs = CALLS[style](tokens, positions)
+    alone = build(spec)
+    want = alone(*args, **kwargs)
+    want.pow(2).sum().backward()
+    gradients = {n: p.grad for n, p in alone.named_parameters()}
+    # Control: other positions are another result.
+    assert value_distance(want, alone(tokens), TOLERANCE) > CLEARLY_WRONG
+
+    def step(model: nn.Module, context: RankContext, _: dict[str, Any]) -> Any:
+        logits = model(*args, **kwargs)
+        logits.pow(2).sum().backward()
+        return (
+            value_distance(want, logits, TOLERANCE),
+            compare_grads(gradients, whole_gradients(model, context), TOLERANCE),
+        )
+
+    for logits, (gradient, worst) in lockstep(lambda: build(spec), "ring_2+megatron_sp_2", step):
+        assert logits <= 1
+        assert gradient <= 1, worst
+
+
+def test_lengths_and_checkpoints() -> None:
+    """One program serves other lengths; keys and values of checkpoints are torchtitan's, whose
+    hooks take the fused q, k, v apart; beyond the RoPE table the call is refused, as on one
+    device."""
+    alone = build()
+    for layer in alone.layers.values():
+        layer.attention.rope.cache = layer.attention.rope.cache[:64]
+    wanted = {size: alone(batch()["tokens"].repeat(1, size // 16)) for size in (16, 64)}
+
+    def step(model: Any, context: RankContext, _: dict[str, Any]) -> Any:
+        far = [
+            value_distance(want, model(batch()["tokens"].repeat(1, size // 16)), TOLERANCE)
+            for size, want in wanted.items()
+        ]
+        with pytest.raises(seqcomp.PlanError) as refused:
+            model(batch()["tokens"].repeat(1, 8))
+        codes = [item.code for item in refused.value.diagnostics]
+        state = model.state_dict()
+        model.load_state_dict(state)
+        return far, codes, len(seqcomp.of(model).programs), state
+
+    for far, codes, programs, state in lockstep(lambda: copy.deepcopy(alone), "ring_2", step):
+        assert max(far) <= 1
+        assert codes == ["SC301"]
+        assert programs == 1
+        original = alone.state_dict()
+        assert list(state) == list(original)
+        assert "layers.0.attention.qkv_linear.wq.weight" in state
+        assert all(torch.equal(state[name], value) for name, value in original.items())
+
+
+def test_block_masks_are_refused() -> None:
+    """torchtitan's own default, FlexAttention, takes masks that no capture can."""
+    from torchtitan.models.common.attention import FlexAttention
+
+    def flex() -> nn.Module:
+        model: nn.Module = build()
+        for layer in model.layers.values():
+            layer.attention.inner_attention = FlexAttention(FlexAttention.Config())
+        return model
+
+    def step(model: nn.Module, context: RankContext, local: dict[str, Any]) -> None:
+        model(local["tokens"])
+
+    with pytest.raises(seqcomp.PlanError, match="SC301") as refused:
+        lockstep(flex, "ring_2", step, inputs=batch())
+    assert "BlockMask" in str(refused.value)
