@@ -25,7 +25,6 @@ _NORMS = ("aten.layer_norm", "aten.rms_norm", "aten._fused_rms_norm", "aten.grou
 _CONVOLUTIONS = (
     "aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution", "aten.conv_transpose1d",
 )  # fmt: skip
-_RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
 _BORROWERS = ("aten.to", "aten.type_as", "aten.view_as", "aten.reshape_as", "aten.expand_as")
 # Mean, variance, scale and shift; a convention, since norms are bound by memory.
 _PER_ELEMENT_OF_A_NORM = 8
@@ -123,10 +122,6 @@ def _flops(node: Node, capture: Capture) -> Size | None:
     Causal attention counts half of its square.
     """
     name = op_name(node)
-    if name in _RECURRENT:
-        tokens = product(capture.shape(node.args[0])[:-1])
-        weights = [capture.shape(n) for n in node.args[2]]
-        return 2 * tokens * sum(product(shape) for shape in weights if len(shape) == 2)
     if not is_tensor(node):
         return None
     out = product(capture.shape(node))
