@@ -1,7 +1,7 @@
 """Model specs: ``hf:LlamaForCausalLM?num_hidden_layers=2``, ``hf:dir/config.json``,
 ``titan:llama3/8B``, ``python:package.module:factory``.
 
-Models are built on the meta device unless weights are asked for, and never from the network.
+Models are built on the meta device unless another one is asked for, and without the network.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 
 from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.integrations.torchtitan import build_titan
 from seqcomp.plan.nearest import nearest
 
 if TYPE_CHECKING:
@@ -72,9 +73,9 @@ def parse_spec(text: str) -> ModelSpec:
 
 
 def build_model(text: str, device: str = "meta") -> nn.Module:
-    """The module that a spec names; on the meta device where its code allows it, or with weights.
+    """The module that a spec names, with random weights where `device` is not meta.
 
-    Weights are those of a new model: drawn by its own code from torch's random state.
+    A ``python:`` factory that cannot run on meta gives its model on the device of its choice.
 
     Raises:
         PlanError: SC020 (spec), SC021 (building failed), SC921 (library not there).
@@ -202,16 +203,7 @@ def _hf_config_file(spec: ModelSpec, text: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _build_titan(spec: ModelSpec, text: str, device: str) -> nn.Module:
-    del spec, device
-    missing = find_spec("torchtitan") is None
-    raise PlanError(
-        diagnostic(
-            "SC921",
-            where=text,
-            message="torchtitan is not installed" if missing else "titan: is not available yet",
-            help="name a factory instead: python:<module>:<factory>",
-        )
-    )
+    return build_titan(spec.target, text, device)
 
 
 def _build_python(spec: ModelSpec, text: str, device: str) -> nn.Module:

@@ -18,6 +18,7 @@ from seqcomp.lowering.sizes import global_sizes_pass, size_emitter
 from seqcomp.lowering.snapshot import keep_global_pass
 from seqcomp.lowering.tilings import tiling_of
 from seqcomp.placement.assign import assign
+from seqcomp.placement.repeated import repeated_work
 from seqcomp.placement.rule import Decision
 from seqcomp.placement.spec import Spec
 
@@ -38,6 +39,9 @@ def assign_pass(graph: Graph, context: LoweringContext) -> Graph:
     """Placements for every value; changes nothing."""
     context.placement = assign(context.capture, context.mesh)
     context.findings.extend(context.placement.findings)
+    context.findings.extend(
+        repeated_work(context.capture, context.mesh, context.placement.decisions)
+    )
     return graph
 
 

@@ -226,7 +226,8 @@ class ScopeBuilder:
         # The token goes by keyword: hooks that users register see the tensors alone.
         arguments = tuple(lookup(n) for n in needed)
         token = {"seqcomp": self._token(key)}
-        call = graph.create_node("call_module", relative, arguments, token)
+        # Not named after the module: one may be called `self`, as the code calls its own.
+        call = graph.create_node("call_module", relative, arguments, token, name="result")
         if len(given) == 1:
             local[given[0]] = call
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch.fx import Node
 
@@ -13,10 +14,20 @@ from seqcomp.placement.spec import Spec
 
 # f(sum of parts) == sum of f(part)
 _LINEAR = {"aten.neg", "aten.clone", "aten.contiguous", "aten.alias", "aten.to", "aten.positive"}
+# The second operand, of any shape, only lends its dtype.
+_CASTS = {"aten.type_as", "aten.to"}
 
 
 def pointwise_rule(node: Node, env: Env) -> Decision:
     operands = list(dict.fromkeys(tensor_args(node)))
+    if op_name(node) in _CASTS and len(operands) > 1:
+        like = operands.pop()
+        decision = _aligned(node, operands, env)
+        return replace(decision, wants={**decision.wants, like: env.spec(like)})
+    return _aligned(node, operands, env)
+
+
+def _aligned(node: Node, operands: list[Node], env: Env) -> Decision:
     for operand in operands:
         _check_broadcast(operand, env.shape(operand), env.shape(node))
     wants, dims = align(operands, env.shape(node), env)

@@ -100,5 +100,10 @@ def test_factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("python:no_such_module_here:make")[0] == "SC021"
 
 
-def test_torchtitan_is_not_available_yet() -> None:
-    assert refusal("titan:llama3/debugmodel")[0] == "SC921"
+def test_on_a_device_weights_have_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    model = build_model(f"hf:LlamaForCausalLM?num_hidden_layers=1&{TINY}", device="cpu")
+    assert all(p.device.type == "cpu" and p.std() > 0 for p in model.parameters() if p.ndim > 1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_linear.py").write_text("import torch\ndef make(): return torch.nn.Linear(2, 3)")
+    assert build_model("python:my_linear:make", device="cpu").weight.device.type == "cpu"

@@ -114,6 +114,10 @@ SHAPING: dict[str, Idiom] = {
     "meshgrid": lambda a: torch.meshgrid(a.r[0], a.v, indexing="ij")[0],
     "arange": lambda a: a.z + torch.arange(a.z.shape[1]),
     "arange table": lambda a: a.x + a.t[torch.arange(a.x.shape[1])],
+    "type_as of another shape": lambda a: a.x * torch.arange(D).type_as(a.z) + a.t.type_as(a.c),
+    "to another of another shape": lambda a: (
+        a.x * torch.arange(D).to(a.z) + a.ids.to(a.t)[..., None]
+    ),
     "new_zeros": lambda a: a.x + a.x.new_zeros(a.x.shape[1], 1),
     "full": lambda a: a.x * torch.full((a.x.shape[0], a.x.shape[1], 1), 2.0, dtype=torch.float64),
     "eye": lambda a: a.x @ a.y.mT + torch.eye(a.x.shape[1], dtype=torch.float64),
