@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import module_path, scope_of
 from seqcomp.capture.sizes import Size, SizeEmitter, common, divide, product
+from seqcomp.layout.parts import part_size
 from seqcomp.lowering import ops
 from seqcomp.placement.rule import MeshView
 from seqcomp.placement.spec import Dim, Factor, Spec, merged
@@ -50,9 +51,37 @@ class Redistributor:
         return self._made[key]
 
     def _build(self, node: Node, have: Spec, want: Spec, before: Node) -> Node:
-        scope = common_scope(node, before)
+        scope, value, ends = common_scope(node, before), node, []
+        for index, axes, size, enters in self._uneven(have, want):
+            parts = self._mesh.degree(axes)
+            even = parts * part_size(size, parts)
+            if enters:
+                pads = [0, 0] * (len(have.dims) - 1 - index) + [0, even - size]
+                value = self.call(aten.pad.default, (value, pads), before, scope, node)
+                ends.append((ops.OwnPart(index, axes, size), ()))
+            else:
+                value = self.call(ops.PadPart(index, axes, size), (value,), before, scope, node)
+                ends.append((aten.slice.Tensor, (index, 0, size)))
+            have, want = (_resized(s, index, sympy.Integer(even)) for s in (have, want))
+        value = self._resharded(value, node, have, want, before, scope)
+        for target, args in ends:
+            value = self.call(target, (value, *args), before, scope, node)
+        return value
+
+    def _uneven(self, have: Spec, want: Spec) -> list[tuple[int, tuple[str, ...], int, bool]]:
+        """(dim, axes, size, whether the axes cut it now) of dims that travel padded."""
+        found = []
+        for index, (old, new) in enumerate(zip(have.dims, want.dims, strict=True)):
+            for dim in (old, new):
+                if old != new and self._mesh.is_uneven(dim):
+                    (factor,) = dim
+                    found.append((index, factor.axes, int(factor.size), dim is new))
+        return found
+
+    def _resharded(
+        self, value: Node, node: Node, have: Spec, want: Spec, before: Node, scope: dict[str, Any]
+    ) -> Node:
         label = self._label or module_path(before)
-        value = node
         sum_axes = tuple(a for a in have.partial if a not in want.partial)
         target = self._scatter_dim(have, want, sum_axes)
         if target is not None:
@@ -117,7 +146,7 @@ class Redistributor:
         source = value
         opened = len(steps) > 1
         if opened:
-            local = [self._local(size, axes, before) for size, axes, _ in steps]
+            local = [self.local_size(size, axes, before) for size, axes, _ in steps]
             value = self.call(aten.unflatten.int, (value, index, local), before, scope, source)
         for offset, (_, have, need) in enumerate(steps):
             gone = tuple(a for a in have if a not in need)
@@ -153,7 +182,8 @@ class Redistributor:
             assert isinstance(node.target, ops.Remember)
             node.target = replace(node.target, uses=len(node.users))
 
-    def _local(self, size: Size, axes: Iterable[str], before: Node) -> Any:
+    def local_size(self, size: Size, axes: Iterable[str], before: Node) -> Any:
+        """A global size, or a node of it, divided by the degrees of the axes."""
         total = self._sizes.emit(size, before)
         degree = self._mesh.degree(axes)
         return self.floordiv(total, degree, before)
@@ -180,6 +210,11 @@ class Redistributor:
 
 class TornDimError(Exception):
     """Two factorings of a dim cut across each other: one becomes the other by way of the whole."""
+
+
+def _resized(spec: Spec, index: int, size: Size) -> Spec:
+    """The spec with a dim of one factor in another size."""
+    return spec.with_dim(index, merged((Factor(size, spec.axes_of(index)),)))
 
 
 def _kept(old: Dim, new: Dim) -> Dim:

@@ -176,7 +176,9 @@ def embedding_rule(node: Node, env: Env) -> Decision:
     if env.role(node) == "vocabulary" and axis is not None:
         spec = spec.without([axis])
         out = Spec((*spec.dims, whole(env.shape(node)[-1])), (axis,))
-        return Decision({weight: _own(weight, env), index: spec}, out, form="vocabulary")
+        words = {"words": int(env.shape(weight)[0])}
+        wants = {weight: _own(weight, env), index: spec}
+        return Decision(wants, out, form="vocabulary", attributes=words)
     out = Spec((*spec.dims, whole(env.shape(node)[-1])))
     return Decision({weight: _whole(weight, env), index: spec}, out)
 

@@ -121,9 +121,21 @@ def _plan_vocabulary(plan: TensorPlan, capture: Capture, linears: Iterable[Node]
     for node in capture.graph.nodes:
         if op_name(node) == "aten.embedding" and node.args[0].name in capture.parameters:
             rows = int(node.args[0].meta["val"].shape[0])
-            if _from_input(node.args[1], capture) and rows % plan.degree == 0:
-                words.add(rows)
-                _cut(plan, capture, node, "vocabulary")
+            if not _from_input(node.args[1], capture):
+                continue
+            if rows < plan.degree:
+                plan.findings.append(
+                    diagnostic(
+                        "SC405",
+                        where=place_of(node),
+                        found=f"{rows} words for {plan.degree} ranks",
+                        legal="at least one word for each rank",
+                        help="exact as it is: the weight is whole on every rank",
+                    )
+                )
+                continue
+            words.add(rows)
+            _cut(plan, capture, node, "vocabulary")
     for node in linears:
         if node not in plan.roles and _width(node, capture) in words:
             _cut(plan, capture, node, "vocabulary")

@@ -33,8 +33,17 @@ def test_parity(pools: Pools, plan: plans.Plan, spec: Spec) -> None:
 
 
 @pytest.mark.distributed
-def test_vocabulary_that_does_not_divide_stays_whole(pools: Pools) -> None:
-    check_parity(pools, Case(plans.megatron(2), M0))
+@pytest.mark.parametrize(
+    ("plan", "spec"),
+    [
+        (plans.megatron(4), Spec(vocab=97, tied=True)),
+        (plans.megatron(4), Spec(vocab=5, kv_heads=4, head_bias=True)),
+        (plans.with_tensor(plans.ring(2, "zigzag"), 2), M0),
+    ],
+    ids=["tied-97-over-4", "5-over-4", "97-over-2"],
+)
+def test_vocabulary_that_does_not_divide(pools: Pools, plan: plans.Plan, spec: Spec) -> None:
+    check_parity(pools, Case(plan, spec))
 
 
 @pytest.mark.distributed
