@@ -150,6 +150,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Ask for `outputs: {name: sharded}` or `drop` if the whole value is not needed."),
     ("SC405", "note", "a weight is not cut by megatron_sp",
      "It has no column- or row-parallel partner: it stays whole, its work is cut by tokens."),
+    ("SC406", "note", "a weight is whole, and cut where it is used",
+     "No one cut of it suits its uses: work and traffic are divided, its memory is not."),
     # --- calls and ranks ------------------------------------------------------------------
     ("SC501", "error", "an argument is missing", "The model's forward requires it."),
     ("SC502", "error", "an unknown argument", "The model's forward does not take it."),

@@ -28,8 +28,9 @@ def local_values(
 ) -> dict[Node, Any]:
     """What every node of `program.flat` gives on the first rank.
 
-    Fake tensors, and integers for sizes. batch: of this rank. length: the full one. degrees: size of each mesh axis. Nothing is
-    computed or sent, no memory is used. Whether a tensor requires a gradient is as in a call.
+    Fake tensors, and integers for sizes. batch: of this rank. length: the full one. degrees: size
+    of each mesh axis. Nothing is computed or sent, no memory is used. Whether a tensor requires a
+    gradient is as in a call.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     values: dict[Node, Any] = {}
