@@ -328,13 +328,13 @@ class PadPart(Op):
 
 
 @dataclass(frozen=True)
-class OwnPart(Op):
-    """The other way: what of a padded part belongs to the dim."""
+class Part(Op):
+    """Replicate -> Shard(dim) in the parts of torch.chunk, as a view: local."""
 
     dim: int
     axes: tuple[str, ...]
     size: int
-    __name__ = "own_part"
+    __name__ = "part"
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         comm = rank.context.comm(self.axes)

@@ -53,11 +53,22 @@ def redistribute_pass(graph: Graph, context: LoweringContext) -> Graph:
             continue
         for operand, want in decision.wants.items():
             have = placement.native[operand]
-            if isinstance(have, Spec) and have != want:
-                node.replace_input_with(operand, made.get(operand, have, want, node))
+            if not isinstance(have, Spec) or have == want:
+                continue
+            if _is_weight(operand, node) and have.is_replicated:
+                new = made.part_of(operand, want, node)
+            else:
+                new = made.get(operand, have, want, node)
+            node.replace_input_with(operand, new)
         _LOCAL_FORMS[decision.form](graph, node, decision, made, context)
     made.count_promises()
     return graph
+
+
+def _is_weight(operand: Node, node: Node) -> bool:
+    """Whether `operand` is the weight or bias of a linear or an embedding."""
+    own = {"aten.linear": node.args[1:3], "aten.embedding": node.args[:1]}
+    return operand in own.get(op_name(node), ())
 
 
 def _local(

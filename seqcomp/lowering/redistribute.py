@@ -16,7 +16,7 @@ from seqcomp.capture.sizes import Size, SizeEmitter, common, divide, product
 from seqcomp.layout.parts import part_size
 from seqcomp.lowering import ops
 from seqcomp.placement.rule import MeshView
-from seqcomp.placement.spec import Dim, Factor, Spec, merged
+from seqcomp.placement.spec import Dim, Factor, Spec, merged, whole
 from seqcomp.runtime.collectives import Cotangent
 
 aten = torch.ops.aten
@@ -51,32 +51,42 @@ class Redistributor:
         return self._made[key]
 
     def _build(self, node: Node, have: Spec, want: Spec, before: Node) -> Node:
-        scope, value, ends = common_scope(node, before), node, []
-        for index, axes, size, enters in self._uneven(have, want):
-            parts = self._mesh.degree(axes)
-            even = parts * part_size(size, parts)
-            if enters:
-                pads = [0, 0] * (len(have.dims) - 1 - index) + [0, even - size]
-                value = self.call(aten.pad.default, (value, pads), before, scope, node)
-                ends.append((ops.OwnPart(index, axes, size), ()))
-            else:
+        scope, value = common_scope(node, before), node
+        ends: list[tuple[Any, tuple[Any, ...]]] = []
+        for index, (old, new) in enumerate(zip(have.dims, want.dims, strict=True)):
+            if old == new:
+                continue
+            if self._mesh.is_uneven(old):  # gathered in parts of the size of the largest
+                axes, size = have.axes_of(index), int(have.size(index))
+                parts = self._mesh.degree(axes)
+                even = sympy.Integer(parts * part_size(size, parts))
                 value = self.call(ops.PadPart(index, axes, size), (value,), before, scope, node)
                 ends.append((aten.slice.Tensor, (index, 0, size)))
-            have, want = (_resized(s, index, sympy.Integer(even)) for s in (have, want))
+                have = have.with_dim(index, (Factor(even, axes),))
+                want = want.with_dim(index, whole(even))
+            if self._mesh.is_uneven(new):  # cut at last, from the whole
+                ends.append((self._part(index, new), ()))
+                want = want.with_dim(index, whole(want.size(index)))
         value = self._resharded(value, node, have, want, before, scope)
         for target, args in ends:
             value = self.call(target, (value, *args), before, scope, node)
         return value
 
-    def _uneven(self, have: Spec, want: Spec) -> list[tuple[int, tuple[str, ...], int, bool]]:
-        """(dim, axes, size, whether the axes cut it now) of dims that travel padded."""
-        found = []
-        for index, (old, new) in enumerate(zip(have.dims, want.dims, strict=True)):
-            for dim in (old, new):
-                if old != new and self._mesh.is_uneven(dim):
-                    (factor,) = dim
-                    found.append((index, factor.axes, int(factor.size), dim is new))
-        return found
+    def part_of(self, weight: Node, want: Spec, before: Node) -> Node:
+        """What this rank uses of a weight that is whole: a view, where a cut would be a copy."""
+        key = (weight, want)
+        if key not in self._made:
+            scope, value = common_scope(weight, before), weight
+            for index, dim in enumerate(want.dims):
+                if want.axes_of(index):
+                    value = self.call(self._part(index, dim), (value,), before, scope, weight)
+            self._made[key] = value
+        return self._made[key]
+
+    @staticmethod
+    def _part(index: int, dim: Dim) -> ops.Part:
+        (factor,) = dim
+        return ops.Part(index, factor.axes, int(factor.size))
 
     def _resharded(
         self, value: Node, node: Node, have: Spec, want: Spec, before: Node, scope: dict[str, Any]
@@ -210,11 +220,6 @@ class Redistributor:
 
 class TornDimError(Exception):
     """Two factorings of a dim cut across each other: one becomes the other by way of the whole."""
-
-
-def _resized(spec: Spec, index: int, size: Size) -> Spec:
-    """The spec with a dim of one factor in another size."""
-    return spec.with_dim(index, merged((Factor(size, spec.axes_of(index)),)))
 
 
 def _kept(old: Dim, new: Dim) -> Dim:

@@ -137,7 +137,7 @@ def _imitate(
             return torch.cat([part] * degree, op.gather_dim)
         case ops.PadPart():
             return pad_to(args[0], op.dim, part_size(op.size, degree))
-        case ops.OwnPart():
+        case ops.Part():
             return args[0].narrow(op.dim, 0, part_size(op.size, degree))
         case ops.ColumnLinear():
             x, _, weight, bias, _ = args

@@ -1,4 +1,4 @@
-"""Parts of unequal sizes travel padded to the largest, and lose the padding on arrival."""
+"""Parts as torch.chunk deals them out; unequal ones travel padded to the largest."""
 
 from __future__ import annotations
 
@@ -21,5 +21,6 @@ def pad_part(x: Tensor, dim: int, size: int, comm: Communicator) -> Tensor:
 
 
 def own_part(x: Tensor, dim: int, size: int, comm: Communicator) -> Tensor:
-    """`pad_part` undone: what of a part of equal size belongs to a dim of global `size`."""
-    return x.narrow(dim, 0, len(part(size, comm.size, comm.rank)))
+    """This rank's part of a whole dim of `size`, as a view. The backward pads with zeros."""
+    own = part(size, comm.size, comm.rank)
+    return x.narrow(dim, own.start, len(own))

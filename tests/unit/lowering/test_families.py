@@ -32,8 +32,8 @@ from tests.fixtures.lockstep import whole_gradients
 
 ALONE = ("ring_2", "ulysses_2", "megatron_sp_2")
 COMPOSED = ("usp_2x2", "ring_2+megatron_sp_2")
-# One of each kind: separate, interleaved by Conv1D, fused, and parallel with the MLP.
-SAMPLE = ("llama", "gpt2", "phi3", "cohere", "encoder")
+# One of each kind: separate, Conv1D, fused, interleaved, parallel with the MLP, nn.Module's own.
+SAMPLE = ("llama", "gpt2", "phi3", "gpt_neox", "cohere", "encoder")
 CASES = [(family, plan) for family in FAMILIES for plan in ALONE] + [
     (family, plan) for family in SAMPLE for plan in COMPOSED
 ]
