@@ -129,8 +129,11 @@ def feeds_attention(node: Node) -> bool:
     return False
 
 
-def next_linear(node: Node, capture: Capture) -> Node | None:
-    """The one linear that the value of `node` reaches through views and element-wise operations."""
+def next_linears(node: Node, capture: Capture) -> set[Node] | None:
+    """The linears that the value of `node` reaches through views and element-wise operations.
+
+    None where it reaches anything else.
+    """
     found: set[Node] = set()
     work, seen = [node], {node}
     while work:
@@ -144,15 +147,15 @@ def next_linear(node: Node, capture: Capture) -> Node | None:
                 work.append(user)
             else:
                 return None
-    return next(iter(found)) if len(found) == 1 else None
+    return found
 
 
-def ends_in(source: Node, target: Node) -> bool:
-    """Every path from `source` reaches `target` before anything that mixes features."""
+def ends_in(source: Node, targets: set[Node]) -> bool:
+    """Every path from `source` reaches a target before anything that mixes features."""
     work, seen = [source], {source}
     while work:
         for user in work.pop().users:
-            if user is target or user in seen:
+            if user in targets or user in seen:
                 continue
             seen.add(user)
             if user.op == "output" or not (op_name(user) in VIEWS or is_pointwise(user)):

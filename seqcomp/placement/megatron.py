@@ -26,7 +26,7 @@ from seqcomp.placement.features import (
     feeds_attention,
     from_input,
     is_linear,
-    next_linear,
+    next_linears,
     sources,
     width,
 )
@@ -88,39 +88,45 @@ def _not_cut(plan: TensorPlan, node: Node, found: str, legal: str) -> None:
 
 
 def _plan_attention(plan: TensorPlan, capture: Capture, node: Node) -> None:
-    """q, k and v by heads, each of a linear of its own or of one that makes them head by head."""
+    """q, k and v by heads: each of linears of its own, or of one that makes them head by head.
+
+    Several linears may add up to one of them (an adapter beside its base), or share the output.
+    """
     info: AttentionInfo = node.meta["attention"]
     if info.heads % plan.degree:
         return
-    out = next_linear(node, capture)
+    outs = next_linears(node, capture)
     found = [sources(operand, capture) for operand in node.args[:3]]
-    if out is None or any(s is None or len(s) != 1 for s in found):
+    if not outs or not all(found):
         return
-    made = [next(iter(s)) for s in found if s]
-    heads = [info.heads, info.kv_heads, info.kv_heads]
-    for linear, count in zip(made, heads, strict=True):
-        if made.count(linear) > 1 and not by_heads(linear, count, capture):
-            return
-    if made.count(made[0]) == 1 and width(made[0]) != info.heads * info.head_dim:
-        return
-    plan.roles[out] = "row"
-    for linear, count in zip(made, heads, strict=True):
-        # Of fewer KV heads than ranks every rank makes all and uses its own.
-        plan.roles[linear] = "gathered" if count % plan.degree else "column"
+    counts = (info.heads, info.kv_heads, info.kv_heads)
+    widths = (info.head_dim, info.head_dim, info.value_dim)
+    roles: dict[Node, Role] = {}
+    for made, count, dim in zip(found, counts, widths, strict=True):
+        for linear in made or ():
+            if (linear in roles or width(linear) != count * dim) and not by_heads(
+                linear, count, capture
+            ):
+                return
+            # Of fewer KV heads than ranks every rank makes all and uses its own.
+            roles[linear] = "gathered" if count % plan.degree else "column"
+    plan.roles.update(roles)
+    plan.roles.update(dict.fromkeys(outs, "row"))
 
 
 def _plan_mlp(plan: TensorPlan, capture: Capture, node: Node) -> None:
-    found = sources(node.args[0], capture)
+    x = node.args[0]
+    found = sources(x, capture)
     features = int(node.args[1].meta["val"].shape[1])
     if not found or features % plan.degree:
         return
     if any(s in plan.roles or width(s) != features for s in found):
         return
-    if any(not ends_in(s, node) for s in found):
+    targets = {user for user in x.users if is_linear(user, capture)}
+    if any(not ends_in(s, targets) for s in found):
         return
-    for source in found:
-        plan.roles[source] = "column"
-    plan.roles[node] = "row"
+    plan.roles.update(dict.fromkeys(found, "column"))
+    plan.roles.update(dict.fromkeys(targets, "row"))
 
 
 def _plan_vocabulary(plan: TensorPlan, capture: Capture, linears: Iterable[Node]) -> None:
