@@ -1,8 +1,9 @@
 """Rewrites that hold in the global view and make a capture simpler to place.
 
 Each pass takes and returns the graph's owner and keeps its meaning: assertions become facts of the
-capture, operations without effect go, in-place operations become plain ones, a mean loss over
-tokens becomes sum / count, and a label shift written as a slice of the logits moves to the labels.
+capture, operations without effect go, in-place operations become plain ones, linear layers get one
+form, a mean loss over tokens becomes sum / count, and a label shift written as a slice of the
+logits moves to the labels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.fx import Node
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
 from seqcomp.capture.export import Capture
 from seqcomp.capture.kinds import VIEWS, is_pointwise
+from seqcomp.capture.linears import linears_pass
 from seqcomp.capture.losses import mean_loss_pass, shift_labels_pass
 from seqcomp.diagnostics import PlanError, diagnostic
 
@@ -29,6 +31,7 @@ def canonicalise(capture: Capture) -> Capture:
         drop_asserts_pass,
         functional_pass,
         drop_identities_pass,
+        linears_pass,
         refuse_random_pass,
         shift_labels_pass,
         mean_loss_pass,

@@ -156,6 +156,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Ask for `outputs: {name: sharded}` or `drop` if the whole value is not needed."),
     ("SC405", "note", "a weight is not cut by megatron_sp",
      "It has no column- or row-parallel partner: it stays whole, its work is cut by tokens."),
+    ("SC406", "note", "a weight is whole, and cut where it is used",
+     "No one cut of it suits its uses: work and traffic are divided, its memory is not."),
     ("SC407", "note", "an attention mask is held whole",
      "It is not made of vectors over the tokens: every rank holds all pairs."),
     # --- calls and ranks ------------------------------------------------------------------

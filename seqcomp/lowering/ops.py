@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from seqcomp.layout.masks import Mask
 from seqcomp.layout.sequence import SequenceLayout
-from seqcomp.runtime import collectives, tensor_parallel
+from seqcomp.runtime import collectives, tensor_parallel, uneven
 from seqcomp.runtime.attention import AttentionPlan, Transport, attention
 from seqcomp.runtime.attention.pair_mask import PairMask
 from seqcomp.runtime.attention.tiling import DataTiling
@@ -331,12 +331,13 @@ class VocabularyEmbedding(Op):
 
     axes: tuple[str, ...]
     padding_idx: int
+    words: int
     __name__ = "vocabulary_embedding"
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         comm = rank.context.comm(self.axes)
         return lambda weight, index: tensor_parallel.vocabulary_embedding(
-            weight, index, self.padding_idx, comm
+            weight, index, self.padding_idx, self.words, comm
         )
 
     def axes_used(self) -> tuple[str, ...]:
@@ -349,6 +350,7 @@ class VocabularyLoss(Op):
 
     axes: tuple[str, ...]
     classes: int
+    words: int
     ignore_index: int
     reduce: bool
     label: str
@@ -361,10 +363,45 @@ class VocabularyLoss(Op):
             target,
             comm,
             classes=self.classes,
+            words=self.words,
             ignore_index=self.ignore_index,
             reduce=self.reduce,
             label=self.label,
         )
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
+class PadPart(Op):
+    """This rank's part of a dim that axes do not divide, in the size of the largest part."""
+
+    dim: int
+    axes: tuple[str, ...]
+    size: int
+    __name__ = "pad_part"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm = rank.context.comm(self.axes)
+        return lambda x: uneven.pad_part(x, self.dim, self.size, comm)
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
+class Part(Op):
+    """Replicate -> Shard(dim) in the parts of torch.chunk, as a view: local."""
+
+    dim: int
+    axes: tuple[str, ...]
+    size: int
+    __name__ = "part"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm = rank.context.comm(self.axes)
+        return lambda x: uneven.own_part(x, self.dim, self.size, comm)
 
     def axes_used(self) -> tuple[str, ...]:
         return self.axes

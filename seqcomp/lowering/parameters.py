@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from seqcomp.layout.parts import part
 from seqcomp.runtime.comm import Communicator, RankContext
+from seqcomp.runtime.uneven import pad_part
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class CutParameters:
     ) -> nn.Parameter:
         local = parameter.detach()
         if cut is not None:
-            local = local.chunk(comm.size, cut.dim)[comm.rank].clone()
+            own = part(local.shape[cut.dim], comm.size, comm.rank)
+            local = local.narrow(cut.dim, own.start, len(own)).clone()
         value: Tensor = local
         if mesh is not None:
             placement = Shard(cut.dim) if cut is not None else Replicate()
@@ -114,7 +117,9 @@ class CutParameters:
                 cut = by_tensor.get(id(parameter))
                 value = local.detach()
                 if cut is not None:
-                    value = torch.cat(list(comm.all_gather(value)), cut.dim)
+                    size = self._shapes[id(parameter)][cut.dim]
+                    rows = comm.all_gather(pad_part(value, cut.dim, size, comm))
+                    value = torch.cat(list(rows), cut.dim).narrow(cut.dim, 0, size).clone()
                 made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
             owner._parameters[name] = made[id(parameter)]
         self._cuts = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -35,6 +37,10 @@ _SIZED = {
 }
 
 
+# Operations in which -1 stands for the operand's own size, and may stand several times.
+_KEEPS = ("aten.expand", "aten.broadcast_to")
+
+
 def assign_pass(graph: Graph, context: LoweringContext) -> Graph:
     """Placements for every value; changes nothing."""
     context.placement = assign(context.capture, context.mesh)
@@ -59,13 +65,24 @@ def redistribute_pass(graph: Graph, context: LoweringContext) -> Graph:
             continue
         for operand, want in decision.wants.items():
             have = placement.native[operand]
-            if isinstance(have, Spec) and have != want:
-                node.replace_input_with(operand, made.get(operand, have, want, node))
+            if not isinstance(have, Spec) or have == want:
+                continue
+            if _is_weight(operand, node) and have.is_replicated:
+                new = made.part_of(operand, want, node)
+            else:
+                new = made.get(operand, have, want, node)
+            node.replace_input_with(operand, new)
         _LOCAL_FORMS[decision.form](graph, node, decision, made, context)
     made.count_promises()
     for source, want, value in made.redistributed():
         context.traced[value] = Traced(context.traced[source].source, want, op_name(value))
     return graph
+
+
+def _is_weight(operand: Node, node: Node) -> bool:
+    """Whether `operand` is the weight or bias of a linear or an embedding."""
+    own = {"aten.linear": node.args[1:3], "aten.embedding": node.args[:1]}
+    return operand in own.get(op_name(node), ())
 
 
 def _local(
@@ -79,11 +96,18 @@ def _local(
     first = 0
     if op_name(node) == "aten.unflatten":  # its dim counts those of the operand
         first = node.args[1] % (len(out.dims) - len(node.args[position]) + 1)
-    sizes = []
-    for offset, size in enumerate(node.args[position]):
-        degree = context.mesh.degree(out.axes_of(first + offset))
-        named = size if isinstance(size, Node) or size != -1 else None
-        sizes.append(-1 if named is None else made.floordiv(named, degree, node))
+    dims = range(first, first + len(node.args[position]))
+    uneven = {i for i in dims if context.mesh.is_uneven(out.dims[i])}
+    sizes: list[Any] = []
+    for index, size in zip(dims, node.args[position], strict=True):
+        axes = out.axes_of(index)
+        if index in uneven:
+            sizes.append(-1)  # of another size on each rank
+        elif isinstance(size, Node) or size != -1:
+            sizes.append(made.floordiv(size, context.mesh.degree(axes), node))
+        else:
+            keep = not uneven or op_name(node) in _KEEPS
+            sizes.append(-1 if keep else made.local_size(out.size(index), axes, node))
     args = list(node.args)
     args[position] = sizes
     node.args = tuple(args)
@@ -175,7 +199,8 @@ def _vocabulary(
 ) -> None:
     axis = context.mesh.tensor
     assert axis is not None
-    node.target = ops.VocabularyEmbedding((axis,), argument(node, 2, "padding_idx", -1))
+    padding, words = argument(node, 2, "padding_idx", -1), decision.attributes["words"]
+    node.target = ops.VocabularyEmbedding((axis,), padding, words)
     node.args, node.kwargs = node.args[:2], {}
 
 
@@ -185,6 +210,7 @@ def _vocabulary_loss(
     node.target = ops.VocabularyLoss(
         axes=decision.attributes["axes"],
         classes=decision.attributes["classes"],
+        words=decision.attributes["words"],
         ignore_index=argument(node, 4, "ignore_index", -100),
         reduce=argument(node, 3, "reduction", 1) == 2,
         label=module_path(node) or "loss",

@@ -13,9 +13,10 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import module_path, scope_of
 from seqcomp.capture.sizes import Size, SizeEmitter, common, divide, product
+from seqcomp.layout.parts import part_size
 from seqcomp.lowering import ops
 from seqcomp.placement.rule import MeshView
-from seqcomp.placement.spec import Dim, Factor, Spec, merged
+from seqcomp.placement.spec import Dim, Factor, Spec, merged, whole
 from seqcomp.runtime.collectives import Cotangent
 
 aten = torch.ops.aten
@@ -55,9 +56,47 @@ class Redistributor:
             yield node, want, value
 
     def _build(self, node: Node, have: Spec, want: Spec, before: Node) -> Node:
-        scope = common_scope(node, before)
+        scope, value = common_scope(node, before), node
+        ends: list[tuple[Any, tuple[Any, ...]]] = []
+        for index, (old, new) in enumerate(zip(have.dims, want.dims, strict=True)):
+            if old == new:
+                continue
+            if self._mesh.is_uneven(old):  # gathered in parts of the size of the largest
+                axes, size = have.axes_of(index), int(have.size(index))
+                parts = self._mesh.degree(axes)
+                even = sympy.Integer(parts * part_size(size, parts))
+                value = self.call(ops.PadPart(index, axes, size), (value,), before, scope, node)
+                ends.append((aten.slice.Tensor, (index, 0, size)))
+                have = have.with_dim(index, (Factor(even, axes),))
+                want = want.with_dim(index, whole(even))
+            if self._mesh.is_uneven(new):  # cut at last, from the whole
+                ends.append((self._part(index, new), ()))
+                want = want.with_dim(index, whole(want.size(index)))
+        value = self._resharded(value, node, have, want, before, scope)
+        for target, args in ends:
+            value = self.call(target, (value, *args), before, scope, node)
+        return value
+
+    def part_of(self, weight: Node, want: Spec, before: Node) -> Node:
+        """What this rank uses of a weight that is whole: a view, where a cut would be a copy."""
+        key = (weight, want)
+        if key not in self._made:
+            scope, value = common_scope(weight, before), weight
+            for index, dim in enumerate(want.dims):
+                if want.axes_of(index):
+                    value = self.call(self._part(index, dim), (value,), before, scope, weight)
+            self._made[key] = value
+        return self._made[key]
+
+    @staticmethod
+    def _part(index: int, dim: Dim) -> ops.Part:
+        (factor,) = dim
+        return ops.Part(index, factor.axes, int(factor.size))
+
+    def _resharded(
+        self, value: Node, node: Node, have: Spec, want: Spec, before: Node, scope: dict[str, Any]
+    ) -> Node:
         label = self._label or module_path(before)
-        value = node
         sum_axes = tuple(a for a in have.partial if a not in want.partial)
         target = self._scatter_dim(have, want, sum_axes)
         if target is not None:
@@ -122,7 +161,7 @@ class Redistributor:
         source = value
         opened = len(steps) > 1
         if opened:
-            local = [self._local(size, axes, before) for size, axes, _ in steps]
+            local = [self.local_size(size, axes, before) for size, axes, _ in steps]
             value = self.call(aten.unflatten.int, (value, index, local), before, scope, source)
         for offset, (_, have, need) in enumerate(steps):
             gone = tuple(a for a in have if a not in need)
@@ -162,7 +201,8 @@ class Redistributor:
         """A global size as a node or a number."""
         return self._sizes.emit(size, before)
 
-    def _local(self, size: Size, axes: Iterable[str], before: Node) -> Any:
+    def local_size(self, size: Size, axes: Iterable[str], before: Node) -> Any:
+        """A global size, or a node of it, divided by the degrees of the axes."""
         total = self._sizes.emit(size, before)
         degree = self._mesh.degree(axes)
         return self.floordiv(total, degree, before)

@@ -9,7 +9,7 @@ global, and no position can be wrong.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -36,6 +36,7 @@ from seqcomp.placement.rule import (
 )
 from seqcomp.placement.spec import Dim, Factor, Spec, replicated
 from seqcomp.placement.special import SPECIAL_RULES
+from seqcomp.placement.uneven import evened
 from seqcomp.placement.views import VIEW_RULES
 
 
@@ -149,6 +150,7 @@ def _decide(node: Node, env: Env, oracle: Oracle, weights: set[Node]) -> Decisio
             for n in tensor_args(node)
             if n not in weights and isinstance(env.native[n], Spec)
         }
+    env.preferred |= (even := evened(node, env))
     rule = _rule_for(node)
     decision = rule(node, env) if rule else None
     if decision is None:
@@ -156,6 +158,8 @@ def _decide(node: Node, env: Env, oracle: Oracle, weights: set[Node]) -> Decisio
     if decision is None:
         _require_known(node)
         decision = gather_all(node, env, f"{op_name(node)} has no rule for this placement")
+    if even and not decision.gathered:
+        decision = replace(decision, gathered=f"{op_name(node)} takes no parts of unequal size")
     return decision
 
 

@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import argument, is_tensor, op_name, place_of
 from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.placement.megatron import weight_spec
 from seqcomp.placement.rule import Decision, Env, Rule, summed, unsharded
 from seqcomp.placement.spec import Dim, Factor, Spec, merged, whole
 
@@ -19,9 +20,7 @@ def linear_rule(node: Node, env: Env) -> Decision:
     spec = env.spec(x)
     last = len(spec.dims) - 1
     role, axis = env.role(node), env.mesh.tensor
-    wants = {weight: _own(weight, env)}
-    if is_tensor(bias):
-        wants[bias] = _own(bias, env)
+    wants = {n: _weight(n, node, env) for n in (weight, bias) if is_tensor(n)}
     if role == "row" and axis is not None:
         assert bias is None, "the bias of a row-parallel linear is added after the sum"
         tokens = summed(spec.without(axis_of_tokens(spec, axis, last)))
@@ -48,13 +47,15 @@ def axis_of_tokens(spec: Spec, axis: str, features: int) -> tuple[str, ...]:
     return (axis,) if any(axis in spec.axes_of(i) for i in range(features)) else ()
 
 
-def _own(node: Node, env: Env) -> Spec:
-    """A parameter stays where it lives: whole, or cut by Megatron-SP."""
-    native = env.native[node]
-    if env.tensor is not None and node in env.tensor.specs:
-        assert isinstance(native, Spec)
-        return native
-    return _whole(node, env)
+def _weight(weight: Node, node: Node, env: Env) -> Spec:
+    """The weight or bias of `node`: whole, or cut as its role in Megatron-SP has it.
+
+    A parameter that lives cut is cut so already; any other is cut here, for this use.
+    """
+    axis = env.mesh.tensor
+    if axis is None:
+        return _whole(weight, env)
+    return weight_spec(env.role(node), env.shape(weight), axis)
 
 
 def _whole(node: Node, env: Env) -> Spec:
@@ -176,7 +177,9 @@ def embedding_rule(node: Node, env: Env) -> Decision:
     if env.role(node) == "vocabulary" and axis is not None:
         spec = spec.without([axis])
         out = Spec((*spec.dims, whole(env.shape(node)[-1])), (axis,))
-        return Decision({weight: _own(weight, env), index: spec}, out, form="vocabulary")
+        words = {"words": int(env.shape(weight)[0])}
+        wants = {weight: _weight(weight, node, env), index: spec}
+        return Decision(wants, out, form="vocabulary", attributes=words)
     out = Spec((*spec.dims, whole(env.shape(node)[-1])))
     return Decision({weight: _whole(weight, env), index: spec}, out)
 

@@ -13,7 +13,7 @@ from seqcomp.capture.export import Capture
 from seqcomp.capture.sizes import Size
 from seqcomp.diagnostics import Diagnostic
 from seqcomp.placement.megatron import TensorPlan
-from seqcomp.placement.spec import Dim, Factor, Spec, merged, replicated, whole
+from seqcomp.placement.spec import Dim, Factor, Spec, is_uneven, merged, replicated, whole
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class MeshView:
         for axis in axes:
             total *= self.degrees[axis]
         return total
+
+    def is_uneven(self, dim: Dim) -> bool:
+        """Whether ranks hold parts of unequal size of this dim."""
+        return any(is_uneven(f, self.degrees) for f in dim)
 
 
 @dataclass

@@ -99,6 +99,15 @@ def merged(dim: Dim) -> Dim:
     return tuple(result)
 
 
+def is_uneven(factor: Factor, degrees: Mapping[str, int]) -> bool:
+    """Whether the axes do not divide the size, so that the last parts are shorter.
+
+    Such a factor is alone in its dim. Batch, length and heads are divided evenly or not at all.
+    """
+    degree = math.prod(degrees.get(a, 1) for a in factor.axes)
+    return bool(factor.size.is_Integer and int(factor.size) % degree)
+
+
 def whole(size: Size) -> Dim:
     return merged((Factor(size),))
 
@@ -117,6 +126,7 @@ def regroup(
     the sharded factor that the new shape would tear.
     """
     queue = list(merged(tuple(f for dim in dims for f in dim)))
+    uneven = [f for f in queue if is_uneven(f, degrees)]
     result: list[Dim] = []
     for size in shape:
         rest, dim = size, []
@@ -129,6 +139,8 @@ def regroup(
                 rest = quotient
                 continue
             if head.axes:
+                if head in uneven:
+                    return head
                 inner = divide(head.size, rest)
                 degree = math.prod(degrees.get(a, 0) for a in head.axes)
                 if inner is None or not rest.is_Integer or not degree or int(rest) % degree:
@@ -145,5 +157,8 @@ def regroup(
             queue[0] = Factor(left)
             rest = divide(rest, part)
         result.append(merged(tuple(dim)))
+    for factor in uneven:  # parts of unequal size can be padded in a dim of their own only
+        if (factor,) not in result:
+            return factor
     # Every leftover factor is of size 1 by the equality of element counts.
     return tuple(result)

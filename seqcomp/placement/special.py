@@ -151,6 +151,7 @@ def token_loss_rule(node: Node, env: Env) -> Decision | None:
     own = env.shape(logits)
     classes = 1 if len(own) > 1 else 0
     by_class: tuple[str, ...] = ()
+    lost = ""
     if target.meta["val"].is_floating_point():
         wants, dims = align([logits, target], own, env)
         if any(f.axes for f in dims[classes]):
@@ -160,6 +161,7 @@ def token_loss_rule(node: Node, env: Env) -> Decision | None:
         spec = summed(env.spec(logits))
         by_class = _class_axes(node, env, spec, classes)
         if not by_class:
+            lost = "this loss needs every class" if spec.axes_of(classes) else ""
             spec = spec.without(spec.axes_of(classes))
         tokens = [d for i, d in enumerate(spec.dims) if i != classes]
         at = summed(env.spec(target)).without(by_class)
@@ -175,13 +177,17 @@ def token_loss_rule(node: Node, env: Env) -> Decision | None:
     if is_tensor(weight):
         wants[weight] = Spec((whole(env.shape(weight)[0]),))
     form = "vocabulary_loss" if by_class else "local"
-    attributes = {"axes": by_class, "classes": classes}
+    attributes = {
+        "axes": by_class,
+        "classes": classes,
+        "words": int(own[classes]) if by_class else 0,
+    }
     if reduction == 0:
-        return Decision(wants, Spec(tuple(rest)), form, attributes)
+        return Decision(wants, Spec(tuple(rest)), form, attributes, gathered=lost)
     partial = tuple(a for dim in rest for f in dim for a in f.axes)
     if reduction == 1 and partial:
         return None
-    return Decision(wants, Spec((), partial), form, attributes)
+    return Decision(wants, Spec((), partial), form, attributes, gathered=lost)
 
 
 def _class_axes(node: Node, env: Env, spec: Spec, classes: int) -> tuple[str, ...]:

@@ -16,7 +16,9 @@ from seqcomp.runtime.comm import RankContext
 
 @dataclass(frozen=True)
 class Report:
-    """What one call of a program does on one rank; ranks of a mesh all do the same.
+    """What one call of a program does on the first rank; ranks of a mesh all do the same.
+
+    Only where the tensor axis does not divide a vocabulary have the last ranks a little less.
 
     `comm` counts one forward and its backward. `batch` is the rank's own, `length` the full one
     (None where the model has no such dim). `mesh` lists the axes, outermost first.

@@ -14,8 +14,10 @@ from torch.fx.node import map_arg
 
 from seqcomp.capture.call import BATCH, SEQ, InputDims
 from seqcomp.capture.edit import op_name
+from seqcomp.layout.parts import part_size
 from seqcomp.lowering import ops
 from seqcomp.lowering.program import Program
+from seqcomp.runtime.uneven import pad_to
 
 _MATMULS = ("aten.linear", "aten.matmul", "aten.mm", "aten.addmm", "aten.bmm")
 _NARROW = (torch.bfloat16, torch.float16)
@@ -24,10 +26,11 @@ _NARROW = (torch.bfloat16, torch.float16)
 def local_values(
     program: Program, batch: int | None, length: int | None, degrees: Mapping[str, int]
 ) -> dict[Node, Any]:
-    """What every node of `program.flat` gives on a rank: fake tensors, and integers for sizes.
+    """What every node of `program.flat` gives on the first rank.
 
-    batch: of this rank. length: the full one. degrees: size of each mesh axis. Nothing is
-    computed or sent, no memory is used. Whether a tensor requires a gradient is as in a call.
+    Fake tensors, and integers for sizes. batch: of this rank. length: the full one. degrees: size
+    of each mesh axis. Nothing is computed or sent, no memory is used. Whether a tensor requires a
+    gradient is as in a call.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     values: dict[Node, Any] = {}
@@ -105,7 +108,7 @@ def _cut(value: Any, program: Program, name: str, degrees: Mapping[str, int]) ->
     cut = program.cuts.get(program.capture.state.get(name, ""))
     if cut is None:
         return value
-    part: Tensor = value.detach().chunk(degrees[cut.axis], cut.dim)[0]
+    part: Tensor = value.detach().chunk(degrees[cut.axis], cut.dim)[0]  # the largest
     return torch.empty_like(part).requires_grad_(value.requires_grad)
 
 
@@ -132,6 +135,10 @@ def _imitate(
             (x,) = args
             part = x.narrow(op.scatter_dim, 0, x.shape[op.scatter_dim] // degree)
             return torch.cat([part] * degree, op.gather_dim)
+        case ops.PadPart():
+            return pad_to(args[0], op.dim, part_size(op.size, degree))
+        case ops.Part():
+            return args[0].narrow(op.dim, 0, part_size(op.size, degree))
         case ops.ColumnLinear():
             x, _, weight, bias, _ = args
             return torch.nn.functional.linear(x, weight, bias)

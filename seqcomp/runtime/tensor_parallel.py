@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from seqcomp.layout.parts import part
 from seqcomp.runtime.comm import Communicator
 from seqcomp.runtime.tokens import Tokens
 
@@ -72,7 +73,7 @@ class _ColumnLinear(torch.autograd.Function):
         d_x = d_weight = d_bias = None
         # Always asked for, so that all ranks gather and the count of uses comes out even.
         x = ctx.again.whole(shard) if needs_weight else None
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows = grad.flatten(0, -2)
         if needs_x:
             d_x = (grad @ weight.to(grad.dtype)).to(x_dtype)
         if x is not None:
@@ -84,23 +85,27 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 def vocabulary_embedding(
-    weight: Tensor, index: Tensor, padding_idx: int, comm: Communicator
+    weight: Tensor, index: Tensor, padding_idx: int, words: int, comm: Communicator
 ) -> Tensor:
-    """Rows of this rank's cut [V / P, h] of an embedding; zero for ids that live elsewhere.
+    """Rows of this rank's part of an embedding [words, h]; zero for ids that live elsewhere.
 
     The sum over the group is the embedding.
     """
-    local, inside = _own_ids(index, weight.shape[0], comm)
-    padding = padding_idx - comm.rank * weight.shape[0]
-    padding = padding if padding_idx >= 0 and 0 <= padding < weight.shape[0] else -1
-    rows = torch.nn.functional.embedding(local, weight, padding if padding >= 0 else None)
+    own = part(words, comm.size, comm.rank)
+    assert weight.shape[0] == len(own), f"{weight.shape[0]} rows for the words {own}"
+    if not own:  # zeros that lead back to the weight: it has a gradient, which is empty
+        return weight.sum(0).expand(*index.shape, -1)
+    local, inside = _own_ids(index, own)
+    padding = padding_idx - own.start if padding_idx in own else None
+    rows = torch.nn.functional.embedding(local, weight, padding)
     return rows * inside.unsqueeze(-1).to(rows.dtype)
 
 
-def _own_ids(index: Tensor, count: int, comm: Communicator) -> tuple[Tensor, Tensor]:
-    local = index - comm.rank * count
-    inside = (local >= 0) & (local < count)
-    return local.clamp(0, count - 1), inside
+def _own_ids(index: Tensor, own: range) -> tuple[Tensor, Tensor]:
+    """(row in this rank's part, whether the id lives there)."""
+    local = index - own.start
+    inside = (local >= 0) & (local < len(own))
+    return local.clamp(0, max(len(own), 1) - 1), inside
 
 
 def vocabulary_cross_entropy(
@@ -109,38 +114,49 @@ def vocabulary_cross_entropy(
     comm: Communicator,
     *,
     classes: int,
+    words: int,
     ignore_index: int,
     reduce: bool,
     label: str = "",
 ) -> Tensor:
-    """Cross-entropy of logits whose classes (dim `classes`) are cut over the group.
+    """Cross-entropy of logits whose classes (dim `classes`), `words` in all, the group shares.
 
     Returns the sum over valid targets (`reduce`) or one value per target, the same on every rank
     of the group. Maximum, sum of exponentials and the target's logit are exchanged, never logits
     (Shoeybi et al., 2019). The cotangent is partial: it is summed over the group.
     """
     moved = logits.movedim(classes, -1) if logits.dim() > 1 else logits
-    each = _VocabularyLoss.apply(moved, target, comm, ignore_index, label)
+    own = part(words, comm.size, comm.rank)
+    assert moved.shape[-1] == len(own), f"{moved.shape[-1]} logits for the words {own}"
+    each = _VocabularyLoss.apply(moved, target, own, comm, ignore_index, label)
     return each.sum() if reduce else each
 
 
 class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, comm: Communicator, ignore: int, label: str
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        own: range,
+        comm: Communicator,
+        ignore: int,
+        label: str,
     ) -> Tensor:
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
-        local, inside = _own_ids(target, wide.shape[-1], comm)
+        if not own:  # one class that cannot be: a maximum needs something to look at
+            wide = torch.nn.functional.pad(wide, (0, 1), value=-torch.inf)
+        local, inside = _own_ids(target, own)
         valid = target != ignore
         inside &= valid
         top = comm.all_reduce(wide.amax(-1), "max", label=label)
         exponentials = (wide - top.unsqueeze(-1)).exp()
         picked = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1) - top
         parts = torch.stack([exponentials.sum(-1), torch.where(inside, picked, 0.0)])
-        total, own = comm.all_reduce(parts, label=label)
-        ctx.comm, ctx.label, ctx.dtype = comm, label, logits.dtype
+        total, right = comm.all_reduce(parts, label=label)
+        ctx.comm, ctx.label, ctx.dtype, ctx.count = comm, label, logits.dtype, len(own)
         ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), local, inside, valid)
-        return torch.where(valid, total.log() - own, 0.0).to(logits.dtype)
+        return torch.where(valid, total.log() - right, 0.0).to(logits.dtype)
 
     @staticmethod
     @once_differentiable
@@ -150,7 +166,7 @@ class _VocabularyLoss(torch.autograd.Function):
         grad = torch.where(valid, grad.to(probabilities.dtype), 0.0)
         result = probabilities * grad.unsqueeze(-1)
         result.scatter_add_(-1, local.unsqueeze(-1), (-grad * inside).unsqueeze(-1))
-        return result.to(ctx.dtype), None, None, None, None
+        return result.to(ctx.dtype)[..., : ctx.count], None, None, None, None, None
 
 
 def own_heads(x: Tensor, heads: int, comm: Communicator) -> Tensor:

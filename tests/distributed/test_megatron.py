@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
 
 from tests.fixtures import plans
+from tests.fixtures.families import build_family, family_inputs, tolerance_of
 from tests.fixtures.models import M0, Spec
 from tests.fixtures.parity import Call, Case, check_parity, check_parity_or_refused
 from tests.fixtures.pool import Pools
@@ -33,8 +35,32 @@ def test_parity(pools: Pools, plan: plans.Plan, spec: Spec) -> None:
 
 
 @pytest.mark.distributed
-def test_vocabulary_that_does_not_divide_stays_whole(pools: Pools) -> None:
-    check_parity(pools, Case(plans.megatron(2), M0))
+@pytest.mark.parametrize(
+    ("plan", "spec"),
+    [
+        (plans.megatron(4), Spec(vocab=97, tied=True)),
+        (plans.megatron(4), Spec(vocab=5, kv_heads=4, head_bias=True)),
+        (plans.with_tensor(plans.ring(2, "zigzag"), 2), M0),
+    ],
+    ids=["tied-97-over-4", "5-over-4", "97-over-2"],
+)
+def test_vocabulary_that_does_not_divide(pools: Pools, plan: plans.Plan, spec: Spec) -> None:
+    check_parity(pools, Case(plan, spec))
+
+
+def family_batch(family: str) -> dict[str, Tensor]:
+    return family_inputs()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", ["gpt2", "phi3", "gpt_neox"])
+def test_weights_of_model_families(pools: Pools, family: str) -> None:
+    """Conv1D, fused and interleaved weights."""
+    case = Case(
+        plans.megatron(2), family, build=build_family, make_inputs=family_batch,
+        tolerance=tolerance_of(family),
+    )  # fmt: skip
+    check_parity(pools, case)
 
 
 @pytest.mark.distributed

@@ -17,7 +17,8 @@ from tests.fixtures.parity import data_slice, slice_batch
 from tests.fixtures.pool import Pools
 
 TIED = Spec(vocab=96, tied=True, bias=True, qk_norm=True)
-UNTIED = Spec(vocab=96, bias=True)
+ODD_TIED = Spec(vocab=97, tied=True, bias=True, qk_norm=True)
+UNTIED = Spec(vocab=97, bias=True, head_bias=True)
 LOW = {"rtol": 1e-9, "atol": 1e-11}
 PLANS = [
     plans.megatron(2),
@@ -46,12 +47,12 @@ def local_batch(spec: Spec, plan: plans.Plan, rank: int, seed: int) -> dict[str,
     return {name: slice_batch(value, part, parts) for name, value in batch.items()}
 
 
-def looks(rank: int, world: int, plan: plans.Plan) -> None:
-    original = build(TIED)
+def looks(rank: int, world: int, plan: plans.Plan, spec: Spec) -> None:
+    original = build(spec)
     original.norm.weight.requires_grad_(False)
-    model = build(TIED)
+    model = build(spec)
     model.norm.weight.requires_grad_(False)
-    seqcomp.parallelize(model, plan=plan, example_inputs=inputs(TIED))
+    seqcomp.parallelize(model, plan=plan, example_inputs=inputs(spec))
     before = dict(original.named_parameters(remove_duplicate=False))
     after = dict(model.named_parameters(remove_duplicate=False))
     assert list(before) == list(after)
@@ -65,6 +66,10 @@ def looks(rank: int, world: int, plan: plans.Plan) -> None:
     assert after["layers.0.attn.q.weight"].placements == (Shard(0),)
     assert after["layers.0.attn.o.weight"].placements == (Shard(1),)
     assert after["layers.0.attn.q.weight"].to_local().shape == (16, 32)
+    assert after["emb.weight"].placements == (Shard(0),)
+    words = spec.vocab // 2 + (spec.vocab % 2 if rank == 0 else 0)
+    assert after["emb.weight"].to_local().shape == (words, 32)
+    assert after["emb.weight"].stride() == before["emb.weight"].stride()
     assert after["layers.0.n1.weight"].placements == (Replicate(),)
     assert after["layers.0.attn.o.bias"].placements == (Replicate(),)
     state = model.state_dict()
@@ -79,8 +84,8 @@ def looks(rank: int, world: int, plan: plans.Plan) -> None:
     for name, value in original.state_dict().items():
         assert torch.equal(whole(model.state_dict()[name]), value * 2), name
     model.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
-    loss = model(**inputs(TIED))["loss"]
-    torch.testing.assert_close(loss, original(**inputs(TIED))["loss"], **LOW)
+    loss = model(**inputs(spec))["loss"]
+    torch.testing.assert_close(loss, original(**inputs(spec))["loss"], **LOW)
     seqcomp.of(model).close()
     closed = dict(model.named_parameters(remove_duplicate=False))
     assert model.head.weight is model.emb.weight
@@ -89,12 +94,15 @@ def looks(rank: int, world: int, plan: plans.Plan) -> None:
         assert parameter.requires_grad == before[name].requires_grad
         assert torch.equal(parameter, before[name]), name
     # The closed module is the original again.
-    model(**inputs(TIED))["loss"].backward()
+    model(**inputs(spec))["loss"].backward()
 
 
 @pytest.mark.distributed
-def test_parameters_are_dtensors_with_the_original_names_and_shapes(pools: Pools) -> None:
-    pools.run(2, looks, plans.megatron(2))
+@pytest.mark.parametrize("spec", [TIED, ODD_TIED], ids=["even", "odd"])
+def test_parameters_are_dtensors_with_the_original_names_and_shapes(
+    pools: Pools, spec: Spec
+) -> None:
+    pools.run(2, looks, plans.megatron(2), spec)
 
 
 def train(

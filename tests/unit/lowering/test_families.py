@@ -36,8 +36,8 @@ from tests.fixtures.parity import data_slice, slice_batch
 
 ALONE = ("ring_2", "ulysses_2", "megatron_sp_2")
 COMPOSED = ("usp_2x2", "ring_2+megatron_sp_2")
-# One of each kind: separate, interleaved by Conv1D, fused, and parallel with the MLP.
-SAMPLE = ("llama", "gpt2", "phi3", "cohere", "encoder", *TITAN)
+# One of each kind: separate, Conv1D, fused, interleaved, parallel with the MLP, nn.Module's own.
+SAMPLE = ("llama", "gpt2", "phi3", "gpt_neox", "cohere", "encoder", *TITAN)
 # Heads of torchtitan's debug models allow 4.
 FOUR = [(family, "megatron_sp_4") for family in TITAN] + [(f, "data_2+ring_2") for f in TITAN]
 CASES = [(family, plan) for family in FAMILIES for plan in ALONE] + [

@@ -27,7 +27,16 @@ def check(plan: plans.Plan, spec: Spec, ranks: int, **input_args: Any) -> None:
         assert outcome.loss <= 1, rank
         assert outcome.logits <= 1, rank
         assert outcome.gradient <= 1, (rank, outcome.worst)
-        assert reported(outcome.report) == outcome.traffic, rank
+        said = reported(outcome.report)
+        if spec.vocab % plan["mesh"]["tensor"] == 0 or rank == 0:
+            assert said == outcome.traffic, rank
+            continue
+        # The last parts of a vocabulary are shorter, and so are the sums of their gradients.
+        assert said.keys() == outcome.traffic.keys(), rank
+        for key, (count, sent) in outcome.traffic.items():
+            assert said[key][0] == count, (rank, key)
+            short = key[0] in ("emb.weight", "head.weight", "head.bias")
+            assert sent <= said[key][1] if short else sent == said[key][1], (rank, key)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,190 @@
+"""Where the features of a value come from and go to: walks over a captured graph."""
+
+from __future__ import annotations
+
+import operator
+
+import sympy
+from torch.fx import Node
+
+from seqcomp.capture.edit import argument, is_tensor, op_name
+from seqcomp.capture.export import Capture
+from seqcomp.capture.kinds import VIEWS, is_pointwise
+
+SPLITS = ("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.tensor_split",
+          "aten.unsafe_split", "aten.unsafe_chunk", "aten.unsafe_split_with_sizes")  # fmt: skip
+
+
+def is_linear(node: Node, capture: Capture) -> bool:
+    """A linear whose weight is a parameter, or a slice or the transpose of one."""
+    if node.op != "call_function" or op_name(node) != "aten.linear":
+        return False
+    weight = node.args[1]
+    while isinstance(weight, Node) and op_name(weight) in ("aten.t", "aten.slice"):
+        weight = weight.args[0]
+    return isinstance(weight, Node) and weight.name in capture.parameters
+
+
+def width(linear: Node) -> int:
+    """Features that a linear makes."""
+    return int(linear.meta["val"].shape[-1])
+
+
+def from_input(node: Node, capture: Capture) -> bool:
+    """Whether a value is made of an input by operations of one operand."""
+    while is_tensor(node) and node.op == "call_function" and node.args:
+        node = node.args[0]
+    return isinstance(node, Node) and node.name in capture.inputs
+
+
+def sources(node: Node, capture: Capture) -> set[Node] | None:
+    """The linears that `node` is made of, token by token and feature group by feature group.
+
+    None where something in between mixes features or comes from elsewhere.
+    """
+    found: set[Node] = set()
+    seen: set[Node] = set()
+    work = [node]
+    while work:
+        item = work.pop()
+        if item in seen:
+            continue
+        seen.add(item)
+        if is_linear(item, capture):
+            found.add(item)
+            continue
+        operands = _passes_through(item, capture)
+        if operands is None:
+            return None
+        work.extend(operands)
+    return found
+
+
+def _passes_through(node: Node, capture: Capture) -> list[Node] | None:
+    """Operands whose features `node` keeps apart; None when it does not keep them apart."""
+    if node.op != "call_function" or not is_tensor(node):
+        return None
+    name = op_name(node)
+    if name == "attention":
+        return None
+    if node.target is operator.getitem:
+        node = node.args[0]
+        name = op_name(node)
+        per_head = name in (*SPLITS, "aten.unbind") and _is_per_head(node.args[0])
+        return [node.args[0]] if per_head else None
+    if name in VIEWS:
+        return [node.args[0]]
+    if name in ("aten.slice", "aten.select", "aten.rms_norm", "aten.layer_norm", "aten.mean"):
+        # Behind the view into heads: per head, or along head_dim (rotary halves).
+        return [node.args[0]] if _is_per_head(node.args[0]) else None
+    if name == "aten.cat":
+        return list(node.args[0]) if _is_per_head(node) else None
+    if is_pointwise(node):
+        return [n for n in node.all_input_nodes if is_tensor(n) and _carries(n, capture)]
+    return None
+
+
+def _carries(node: Node, capture: Capture) -> bool:
+    """Whether a value carries features of a token (position tables, weights and scalars do not)."""
+    work, seen = [node], {node}
+    while work:
+        item = work.pop()
+        if is_linear(item, capture) or op_name(item) in ("attention", "aten.embedding"):
+            return True
+        value = item.meta["val"]
+        given = item.op == "placeholder" and item.name in capture.inputs
+        if given and value.is_floating_point() and value.ndim >= 3:
+            return True
+        for operand in item.all_input_nodes:
+            if is_tensor(operand) and operand not in seen:
+                seen.add(operand)
+                work.append(operand)
+    return False
+
+
+def _is_per_head(node: Node) -> bool:
+    return node.meta["val"].ndim >= 4
+
+
+def by_heads(linear: Node, heads: int, capture: Capture) -> bool:
+    """Whether the features of a linear are viewed as [heads, ...]: a cut of rows cuts heads."""
+    lead = capture.shape(linear)[:-1]
+    return bool(linear.users) and all(
+        op_name(user) in VIEWS
+        and capture.shape(user)[: len(lead) + 1] == (*lead, sympy.Integer(heads))
+        for user in linear.users
+    )
+
+
+def feeds_attention(node: Node) -> bool:
+    """Whether an attention is computed from the value of `node`."""
+    work, seen = [node], {node}
+    while work:
+        for user in work.pop().users:
+            if op_name(user) == "attention":
+                return True
+            if user not in seen:
+                seen.add(user)
+                work.append(user)
+    return False
+
+
+def next_linears(node: Node, capture: Capture) -> set[Node] | None:
+    """The linears that the value of `node` reaches through views and element-wise operations.
+
+    None where it reaches anything else.
+    """
+    found: set[Node] = set()
+    work, seen = [node], {node}
+    while work:
+        for user in work.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if is_linear(user, capture):
+                found.add(user)
+            elif op_name(user) in VIEWS or is_pointwise(user):
+                work.append(user)
+            else:
+                return None
+    return found
+
+
+def ends_in(source: Node, targets: set[Node]) -> bool:
+    """Every path from `source` reaches a target before anything that mixes features."""
+    work, seen = [source], {source}
+    while work:
+        for user in work.pop().users:
+            if user in targets or user in seen:
+                continue
+            seen.add(user)
+            if user.op == "output" or not (op_name(user) in VIEWS or is_pointwise(user)):
+                return False
+            work.append(user)
+    return True
+
+
+def parts_of_last_dim(node: Node, capture: Capture) -> list[tuple[Node, int, int]] | None:
+    """(part, start, end) where slices and splits of the last dim are all that uses `node`."""
+    last, total = node.meta["val"].ndim - 1, width(node)
+    found: list[tuple[Node, int, int]] = []
+    for user in node.users:
+        name = op_name(user)
+        if name == "aten.slice":
+            start, end = argument(user, 2, "start", 0), argument(user, 3, "end", total)
+            plain = isinstance(start, int) and isinstance(end, int)
+            if user.args[1] % (last + 1) != last or not plain or argument(user, 4, "step", 1) != 1:
+                return None
+            start, end = (n + total if n < 0 else min(n, total) for n in (start, end))
+            found.append((user, start, end))
+        elif name in SPLITS and argument(user, 2, "dim", 0) % (last + 1) == last:
+            ends = [0]
+            for part in user.meta["val"]:
+                ends.append(ends[-1] + int(part.shape[last]))
+            for item in user.users:
+                assert item.target is operator.getitem
+                at = item.args[1] % (len(ends) - 1)
+                found.append((item, ends[at], ends[at + 1]))
+        else:
+            return None
+    return found
