@@ -114,7 +114,7 @@ def _cut(value: Any, program: Program, name: str, degrees: Mapping[str, int]) ->
 
 def _imitate(
     node: Node, op: ops.Op, args: Any, degrees: Mapping[str, int], fake: FakeTensorMode
-) -> Tensor:
+) -> Any:
     degree = 1
     for axis in op.axes_used():
         degree *= degrees[axis]
@@ -122,10 +122,13 @@ def _imitate(
         case ops.Constant():
             return fake.from_tensor(op.value)
         case ops.Attention():
-            q, _, v = args
+            q, _, v, tiling, sinks = args
             out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=node.meta["val"].dtype)
-            grad = torch.is_grad_enabled() and any(x.requires_grad for x in args)
+            given = (*args[:3], *(tiling or ()), *([] if sinks is None else [sinks]))
+            grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
             return out.requires_grad_(grad)
+        case ops.MaskTiling():
+            return args[1:]  # what attention may hand gradients to
         case ops.Shard() | ops.ReduceScatter():
             (x,) = args
             return x.narrow(op.dim, 0, x.shape[op.dim] // degree)

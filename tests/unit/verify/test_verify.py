@@ -125,18 +125,18 @@ def _lost_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FAULTS = {
     "a missing sum of the loss": (_no_sum, plans.ring(2), "forward", "", "output loss of"),
-    "a missing sum after a row-parallel linear": (
+    "a missing sum over the tensor axis": (
         _no_scattered_sum,
         plans.megatron(2),
         "forward",
-        "layers.0.attn.o",
-        "reduce_scatter of aten.linear",
+        "emb",
+        "reduce_scatter of aten.embedding",
     ),
     "a sum over the wrong group": (
         _wrong_group,
         plans.with_tensor(plans.ring(2), 2),
         "backward",
-        "head",
+        "norm",
         "weight",
     ),
     "a wrong layout in attention": (
