@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from seqcomp.runtime.comm import Communicator, Pending
-from seqcomp.runtime.local import as_gradient_of, bare
+from seqcomp.runtime.local import Placed, bare
 
 
 class GradientBucket:
@@ -68,7 +68,7 @@ class _Await(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bucket: GradientBucket, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.bucket, ctx.parameters = bucket, [p.detach() for p in parameters]
+        ctx.bucket, ctx.placed = bucket, [Placed(p) for p in parameters]
         return tuple(bare(p) for p in parameters)
 
     @staticmethod
@@ -76,8 +76,7 @@ class _Await(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         sums = ctx.bucket.finish()
         whole = [
-            None if g is None else as_gradient_of(p, g)
-            for p, g in zip(ctx.parameters, sums, strict=True)
+            None if g is None else placed(g) for placed, g in zip(ctx.placed, sums, strict=True)
         ]
         return None, *whole
 

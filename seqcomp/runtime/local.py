@@ -28,22 +28,30 @@ def bare(x: Tensor) -> Tensor:
     return x._local_tensor.view_as(x._local_tensor) if isinstance(x, DTensor) else x
 
 
-def as_gradient_of(x: Tensor, gradient: Tensor) -> Tensor:
-    """A local gradient of `x`, as a DTensor placed as `x` where that is one."""
-    if not isinstance(x, DTensor):
-        return gradient
-    if gradient.stride() != x._local_tensor.stride():
-        gradient = torch.empty_like(x._local_tensor).copy_(gradient)
-    return DTensor(gradient, copy.copy(x._spec), requires_grad=False)
+class Placed:
+    """How a parameter is placed, so that its gradient can be placed alike."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._spec = x._spec if isinstance(x, DTensor) else None
+        self._local = x._local_tensor if isinstance(x, DTensor) else None
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """A local gradient, as a DTensor where the parameter is one."""
+        if self._spec is None or self._local is None:
+            return gradient
+        if gradient.stride() != self._local.stride():
+            gradient = torch.empty_like(self._local).copy_(gradient)
+        return DTensor(gradient, copy.copy(self._spec), requires_grad=False)
 
 
 class _LocalPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.x = x.detach()
+        ctx.placed = Placed(x)
         return bare(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return as_gradient_of(ctx.x, gradient)
+        placed: Placed = ctx.placed
+        return placed(gradient)
