@@ -82,6 +82,7 @@ class CompiledModule:
         self._where = type(module).__name__
         self._modules = list(module.modules())
         self._reads: dict[str, list[tuple[str, Tensor, int]]] = {}
+        self._accepted: tuple[str, CallSizes] | None = None  # as found last: it takes sympy
         self._epoch = 0
         self._closed = False
         tensor = self._mesh.tensor
@@ -168,14 +169,15 @@ class CompiledModule:
     ) -> tuple[Program, Callable[..., Any], Call]:
         bound: tuple[Call, tuple[InputDims | None, ...], CallSizes, Variant] | None = None
         failure: PlanError | None = None
+        modules = list(self._module.modules())
         try:
-            bound = self._bind(args, kwargs)
+            bound = self._bind(args, kwargs, modules)
         except PlanError as error:
             failure = error
         self._consensus.on_call(failure, describe_call(bound) if bound else {})
         assert bound is not None
         call, dims, sizes, variant = bound
-        self._forget_outdated()
+        self._forget_outdated(modules)
         found = self._lookup(variant, sizes)
         if found is None:
             found = self._compile(call, dims, sizes, variant)
@@ -183,7 +185,7 @@ class CompiledModule:
         return found[0], found[1], call
 
     def _bind(
-        self, args: Sequence[Any], kwargs: dict[str, Any]
+        self, args: Sequence[Any], kwargs: dict[str, Any], modules: Sequence[torch.nn.Module]
     ) -> tuple[Call, tuple[InputDims | None, ...], CallSizes, Variant]:
         call = bind_call(
             self._signature, args, kwargs, where=self._where, stateless=self._stateless
@@ -207,11 +209,10 @@ class CompiledModule:
             problems = check_plan(self._resolved.plan, seq_len=sizes.length)
             self._lengths[sizes.length] = errors_in(problems)
         raise_for_errors(self._lengths[sizes.length])
-        return call, dims, sizes, variant_of(self._module, call, dims)
+        return call, dims, sizes, variant_of(modules, call, dims)
 
-    def _forget_outdated(self) -> None:
+    def _forget_outdated(self, modules: list[torch.nn.Module]) -> None:
         """Programs hold for the modules and baked-in buffer values that they were captured with."""
-        modules = list(self._module.modules())
         same = len(modules) == len(self._modules)
         if same and all(map(operator.is_, modules, self._modules)):
             kept = {k: v for k, v in self._programs.items() if self._is_current(v[0])}
@@ -239,11 +240,16 @@ class CompiledModule:
         return None
 
     def _holds(self, program: Program, sizes: CallSizes) -> bool:
+        if self._accepted == (program.name, sizes):
+            return True
         batch = sizes.batch
         if batch is not None:
             batch *= self._mesh.degree(self._mesh.batch)
         layout = self._resolved.layout_for(sizes.length, program.facts.all_causal)
-        return layout == program.layout and program.capture.accepts(batch, sizes.length)
+        if layout != program.layout or not program.capture.accepts(batch, sizes.length):
+            return False
+        self._accepted = (program.name, sizes)
+        return True
 
     def _compile(
         self,

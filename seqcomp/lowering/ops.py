@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from seqcomp.layout.masks import Mask
 from seqcomp.layout.sequence import SequenceLayout
@@ -24,6 +23,8 @@ from seqcomp.runtime.attention.pair_mask import PairMask
 from seqcomp.runtime.attention.tiling import DataTiling
 from seqcomp.runtime.collectives import Cotangent
 from seqcomp.runtime.comm import RankContext
+from seqcomp.runtime.gradients import GradientBucket
+from seqcomp.runtime.local import local_part
 from seqcomp.runtime.tokens import Tokens
 
 
@@ -192,7 +193,7 @@ class OwnCotangent(Op):
 
 @dataclass(frozen=True)
 class SumGradient(Op):
-    """Identity on a value that axes replicate from outside: its cotangent is summed over them."""
+    """Identity on an input that axes replicate: its cotangent is summed over them."""
 
     axes: tuple[str, ...]
     label: str = ""
@@ -202,12 +203,50 @@ class SumGradient(Op):
         comm = rank.context.comm(self.axes)
 
         def sum_gradient(x: Tensor) -> Tensor:
-            x = local_part(x)
             if not (x.requires_grad and torch.is_grad_enabled()):
                 return x
             return collectives.sum_gradient(x, comm, label=self.label)
 
         return sum_gradient
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
+class OpenBucket(Op):
+    """Parameters that axes replicate -> their local tensors, and the sum of their gradients.
+
+    Stands before everything; in backward it runs last, and waits for the sum.
+    """
+
+    axes: tuple[str, ...]
+    label: str
+    __name__ = "open_bucket"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm = rank.context.comm(self.axes)
+
+        def open_bucket(*parameters: Tensor) -> tuple[GradientBucket, list[Tensor]]:
+            bucket = GradientBucket(comm, self.label)
+            return bucket, bucket.open(parameters)
+
+        return open_bucket
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
+class FillBucket(Op):
+    """Identity on the values of an opened bucket; in backward it starts the sum."""
+
+    axes: tuple[str, ...]
+    label: str
+    __name__ = "fill_bucket"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        return lambda opened: opened[0].fill(opened[1])
 
     def axes_used(self) -> tuple[str, ...]:
         return self.axes
@@ -285,11 +324,6 @@ class LocalPart(Op):
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         return local_part
-
-
-def local_part(x: Tensor) -> Tensor:
-    """A DTensor's local tensor, with its gradient; any other tensor as it is."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 @dataclass(frozen=True)

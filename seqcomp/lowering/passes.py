@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import argument, is_tensor, module_path, op_name, place_of
+from seqcomp.capture.edit import argument, module_path, op_name, place_of
 from seqcomp.capture.recognise import AttentionInfo
 from seqcomp.capture.sizes import evaluate
 from seqcomp.diagnostics import diagnostic
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import Graph, LoweringContext, Pass, Traced
+from seqcomp.lowering.gradients import sum_gradients_pass
 from seqcomp.lowering.hoist import hoist_shards_pass
 from seqcomp.lowering.outputs import output_boundary_pass
 from seqcomp.lowering.redistribute import Redistributor
@@ -234,51 +235,6 @@ _LOCAL_FORMS = {
     "vocabulary": _vocabulary,
     "vocabulary_loss": _vocabulary_loss,
 }
-
-
-def sum_gradients_pass(graph: Graph, context: LoweringContext) -> Graph:
-    """Parameters and inputs are replicated from outside: their cotangents are summed, once a use.
-
-    Over the axes that do not cut them. Frozen parameters are included: whether a gradient is
-    wanted is asked at run time, so that they can be unfrozen later.
-    """
-    if not context.grad and context.mesh.tensor is None:
-        return graph
-    everywhere = tuple(context.mesh.degrees)
-    capture = context.capture
-    assert context.placement is not None
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    for node in [n for n in graph.nodes if n.op == "placeholder"]:
-        if not is_tensor(node) or not node.meta["val"].is_floating_point():
-            continue
-        if node.name in capture.parameters:
-            label = capture.state[node.name]
-        elif node.name in capture.inputs and node.meta["val"].requires_grad:
-            label = node.name
-        else:
-            continue
-        spec = context.placement.native[node]
-        assert isinstance(spec, Spec)
-        axes = tuple(a for a in everywhere if a not in spec.axes)
-        if axes:
-            _sum_per_scope(graph, node, ops.SumGradient(axes, label), order)
-        elif node.name in capture.parameters and context.mesh.tensor is not None:
-            _sum_per_scope(graph, node, ops.LocalPart(), order)
-    return graph
-
-
-def _sum_per_scope(graph: Graph, node: Node, op: ops.Op, order: dict[Node, int]) -> None:
-    made: dict[str, Node] = {}
-    for user in sorted(node.users, key=order.__getitem__):
-        if user.op == "output":
-            continue
-        # One sum per module that uses the value, inside that module's own forward.
-        key = str(list((user.meta.get("nn_module_stack") or {}).items()))
-        if key not in made:
-            with graph.inserting_before(user):
-                made[key] = graph.call_function(op, (node,))
-            made[key].meta["nn_module_stack"] = dict(user.meta.get("nn_module_stack") or {})
-        user.replace_input_with(node, made[key])
 
 
 PASSES: tuple[Pass, ...] = (

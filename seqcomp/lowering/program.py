@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from seqcomp.capture.export import Capture
@@ -114,14 +115,20 @@ def _slot(module: torch.nn.Module) -> Pieces:
     return pieces
 
 
-def _forward(self: torch.nn.Module, *args: Any, seqcomp: str = "", **kwargs: Any) -> Any:
+def _forward(
+    self: torch.nn.Module,
+    *args: Any,
+    seqcomp: str = "",
+    seqcomp_weights: tuple[Tensor, ...] = (),
+    **kwargs: Any,
+) -> Any:
     if not seqcomp:
         return original_forward(self)(*args, **kwargs)
     piece = vars(self)[_SLOT].get(seqcomp)
     if piece is None:
         # Running the original code on local tensors instead would be silently wrong.
         raise RuntimeError(f"{seqcomp} was dropped before its backward recomputed it")
-    return piece(self, *args)
+    return piece(self, *args, *seqcomp_weights)
 
 
 # Pickle stores a bound method by this name: what is loaded is the module's own forward.

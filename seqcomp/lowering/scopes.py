@@ -9,6 +9,7 @@ recomputation in backward runs the program that its forward ran.
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from seqcomp.capture.edit import scope_of
+from seqcomp.lowering import ops
 
 Key = tuple[str, ...]
 
@@ -213,6 +215,8 @@ class ScopeBuilder:
                     continue
                 if self._attribute(operand, child_path) is None:
                     needed.append(operand)
+        needed.sort(key=_is_weight)
+        count = len(needed) - sum(map(_is_weight, needed))
         given = [
             n
             for n in sorted(inside, key=self._order.__getitem__)
@@ -223,16 +227,25 @@ class ScopeBuilder:
         results: Any = given[0] if len(given) == 1 else tuple(given)
         self._piece(key, child_path, placed, needed, results)
         relative = child_path.removeprefix(f"{path}.") if path else child_path
-        # The token goes by keyword: hooks that users register see the tensors alone.
-        arguments = tuple(lookup(n) for n in needed)
-        token = {"seqcomp": self._token(key)}
+        # Hooks that users register see the activations alone, and may replace them: what is
+        # ours goes by keyword.
+        arguments = tuple(lookup(n) for n in needed[:count])
+        ours: dict[str, Any] = {"seqcomp": self._token(key)}
+        if count < len(needed):
+            ours["seqcomp_weights"] = tuple(lookup(n) for n in needed[count:])
         # Not named after the module: one may be called `self`, as the code calls its own.
-        call = graph.create_node("call_module", relative, arguments, token, name="result")
+        call = graph.create_node("call_module", relative, arguments, ours, name="result")
         if len(given) == 1:
             local[given[0]] = call
         else:
             for i, node in enumerate(given):
                 local[node] = graph.call_function(_getitem, (call, i))
+
+
+def _is_weight(node: Node) -> bool:
+    """A parameter as its bucket hands it out."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, Node) and isinstance(source.target, ops.FillBucket)
 
 
 def _getitem(values: Sequence[Any], index: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +74,10 @@ def sizes_of(call: Call, dims: tuple[InputDims | None, ...]) -> CallSizes:
     return CallSizes(batch[0] if batch else None, length[0] if length else None)
 
 
-def variant_of(module: torch.nn.Module, call: Call, dims: tuple[InputDims | None, ...]) -> Variant:
-    """The variant of a call in the current modes (train/eval, grad, autocast)."""
+def variant_of(
+    modules: Sequence[torch.nn.Module], call: Call, dims: tuple[InputDims | None, ...]
+) -> Variant:
+    """The variant of a call in the current modes (train/eval of each module, grad, autocast)."""
     if torch.is_inference_mode_enabled():
         grad = "inference"
     else:
@@ -86,7 +89,7 @@ def variant_of(module: torch.nn.Module, call: Call, dims: tuple[InputDims | None
     )
     leaves = tuple(_leaf_key(leaf, dim) for leaf, dim in zip(call.leaves, dims, strict=True))
     return Variant(
-        modes=tuple(m.training for m in module.modules()),
+        modes=tuple(m.training for m in modules),
         grad=grad,
         autocast=autocast,
         leaves=leaves,

@@ -51,7 +51,7 @@ def local_values(
 
 def has_backward(program: Program) -> bool:
     """Whether the program was lowered with gradients on and has something to differentiate."""
-    marks = (ops.SumGradient, ops.OwnCotangent)
+    marks = (ops.SumGradient, ops.OpenBucket, ops.OwnCotangent)
     return any(isinstance(node.target, marks) for node in program.flat.nodes)
 
 
@@ -81,6 +81,7 @@ def _autocast(program: Program) -> tuple[torch.dtype | None, str]:
 def _captured_dtype(node: Node) -> torch.dtype | None:
     while "val" not in node.meta and isinstance(node.target, ops.Op) and node.all_input_nodes:
         node = node.all_input_nodes[0]
+    node = node if "val" in node.meta else node.meta.get("source", node)
     value = node.meta.get("val")
     return value.dtype if isinstance(value, Tensor) else None
 
@@ -155,6 +156,10 @@ def _imitate(
             return logits.sum() if op.reduce else logits
         case ops.OwnHeads():
             return args[0].narrow(1, 0, 1)
+        case ops.OpenBucket():
+            return tuple(args)
+        case ops.FillBucket():
+            return args[0]
     same = ops.AllReduce | ops.OwnCotangent | ops.SumGradient | ops.LocalPart
     assert isinstance(op, same), op
     return args[0].view_as(args[0])

@@ -31,8 +31,8 @@ _SILENT = (
 class CommRow:
     """`count` collectives of one kind from one place, and what one rank sends in all of them.
 
-    `module` is the path of the module that needs the value, the name of a parameter for the sum
-    of its gradient, or the name of an output. `axis` joins the mesh axes of the group with "+".
+    `module` is the path of the module that needs the value, "gradients" for the sums of those of
+    parameters, or the name of an input or output. `axis` joins the mesh axes of the group with "+".
     `bytes_sent` is logical payload in bytes, the rank's own part excluded (an all-reduce counts
     as reduce-scatter and all-gather).
     """
@@ -135,6 +135,9 @@ def _rows_of(
     if degree == 1:
         return
     axis = "+".join(op.axes_used())
+    if isinstance(op, ops.OpenBucket | ops.FillBucket):
+        yield from _bucket(op, values[node], degree, axis)
+        return
     operand: Tensor = _operands(node, values)[0]
     size = operand.numel() * operand.element_size()
     backward = values[node].requires_grad
@@ -170,6 +173,16 @@ def _rows_of(
             yield row("all_reduce", sent, "backward", overlappable=True)
         case _:
             assert isinstance(op, _SILENT), f"the report does not know what {op} sends"
+
+
+def _bucket(
+    op: ops.OpenBucket | ops.FillBucket, members: tuple[Tensor, ...], degree: int, axis: str
+) -> Iterator[CommRow]:
+    """One sum of all gradients, in fp32 where they are narrower."""
+    wide = sum(m.numel() * max(m.element_size(), 4) for m in members if m.requires_grad)
+    if isinstance(op, ops.FillBucket) and wide:
+        sent = 2 * (degree - 1) * wide // degree
+        yield CommRow(op.label, "all_reduce", axis, 1, sent, "backward", True)
 
 
 def _tensor_parallel(

@@ -109,12 +109,9 @@ def all_to_all(
 
 class _Shard(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, tokens: Tokens, complete: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tokens: Tokens, complete: bool) -> Tensor:
+        ctx.tokens, ctx.complete = tokens, complete
         return tokens.take(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.tokens, ctx.complete = inputs
 
     @staticmethod
     @once_differentiable
@@ -126,12 +123,9 @@ class _Shard(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, tokens: Tokens, cotangent: Cotangent) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tokens: Tokens, cotangent: Cotangent) -> Tensor:
+        ctx.tokens, ctx.cotangent = tokens, cotangent
         return tokens.gathered(x, "forward")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.tokens, ctx.cotangent = inputs
 
     @staticmethod
     @once_differentiable
@@ -145,12 +139,9 @@ class _Gather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, tokens: Tokens) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tokens: Tokens) -> Tensor:
+        ctx.tokens = tokens
         return tokens.comm.reduce_scatter(tokens.blocks(x), label=tokens.label)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.tokens = inputs
 
     @staticmethod
     @once_differentiable
@@ -160,12 +151,11 @@ class _ReduceScatter(torch.autograd.Function):
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, comm: Communicator, cotangent: Cotangent, label: str) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, comm: Communicator, cotangent: Cotangent, label: str
+    ) -> Tensor:
+        ctx.comm, ctx.cotangent, ctx.label = comm, cotangent, label
         return comm.all_reduce(x, label=label)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.comm, ctx.cotangent, ctx.label = inputs
 
     @staticmethod
     @once_differentiable
@@ -177,12 +167,9 @@ class _AllReduce(torch.autograd.Function):
 
 class _OwnCotangent(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, comm: Communicator) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        ctx.comm = comm
         return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.comm = inputs
 
     @staticmethod
     @once_differentiable
@@ -193,14 +180,11 @@ class _OwnCotangent(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        x: Tensor, scatter_dim: int, gather_dim: int, comm: Communicator, label: str
+        ctx: Any, x: Tensor, scatter_dim: int, gather_dim: int, comm: Communicator, label: str
     ) -> Tensor:
+        ctx.scatter_dim, ctx.gather_dim, ctx.comm, ctx.label = scatter_dim, gather_dim, comm, label
         rows = x.unflatten(scatter_dim, (comm.size, -1)).movedim(scatter_dim, 0)
         return _glued(comm.all_to_all(rows, label=label), gather_dim)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.scatter_dim, ctx.gather_dim, ctx.comm, ctx.label = inputs
 
     @staticmethod
     @once_differentiable
@@ -227,12 +211,9 @@ def sum_gradient(x: Tensor, comm: Communicator, *, label: str = "") -> Tensor:
 
 class _SumGradient(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, comm: Communicator, label: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, comm: Communicator, label: str) -> Tensor:
+        ctx.comm, ctx.label = comm, label
         return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.comm, ctx.label = inputs
 
     @staticmethod
     @once_differentiable

@@ -54,10 +54,14 @@ class Communicator(ABC):
 
     def all_gather(self, x: Tensor, *, phase: Phase = "forward", label: str = "") -> Tensor:
         """[...] on each rank -> [P, ...] in rank order."""
+        return self.start_all_gather(x, phase=phase, label=label).wait()[0]
+
+    def start_all_gather(self, x: Tensor, *, phase: Phase = "forward", label: str = "") -> Pending:
+        """``all_gather`` whose one result comes later; ``x`` must not change before."""
         if self.size == 1:
-            return x.clone().unsqueeze(0)
+            return Arrived([x.clone().unsqueeze(0)])
         self._count("all_gather", (self.size - 1) * _nbytes(x), phase, label)
-        return self._all_gather(x.detach().contiguous())
+        return self._start_all_gather(x.detach().contiguous())
 
     def reduce_scatter(self, x: Tensor, *, phase: Phase = "forward", label: str = "") -> Tensor:
         """[P, ...] -> [...]: the sum over ranks of everybody's row for this rank."""
@@ -71,11 +75,17 @@ class Communicator(ABC):
         self, x: Tensor, op: Reduction = "sum", *, phase: Phase = "forward", label: str = ""
     ) -> Tensor:
         """A new tensor: the sum or the maximum over the ranks, the same on all of them."""
+        return self.start_all_reduce(x, op, phase=phase, label=label).wait()[0]
+
+    def start_all_reduce(
+        self, x: Tensor, op: Reduction = "sum", *, phase: Phase = "forward", label: str = ""
+    ) -> Pending:
+        """``all_reduce`` whose one result comes later; ``x`` must not change before."""
         if self.size == 1:
-            return x.clone()
+            return Arrived([x.clone()])
         sent = 2 * (self.size - 1) * _nbytes(x) // self.size
         self._count("all_reduce", sent, phase, label)
-        return self._all_reduce(x.detach().contiguous(), op)
+        return self._start_all_reduce(x.detach().contiguous(), op)
 
     def all_to_all(self, x: Tensor, *, phase: Phase = "forward", label: str = "") -> Tensor:
         """[P, ...] -> [P, ...]: row j goes to rank j, row i of the result came from rank i."""
@@ -106,13 +116,13 @@ class Communicator(ABC):
         return self._start_exchange(sends, to, source)
 
     @abstractmethod
-    def _all_gather(self, x: Tensor) -> Tensor: ...
+    def _start_all_gather(self, x: Tensor) -> Pending: ...
 
     @abstractmethod
     def _reduce_scatter(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def _all_reduce(self, x: Tensor, op: Reduction) -> Tensor: ...
+    def _start_all_reduce(self, x: Tensor, op: Reduction) -> Pending: ...
 
     @abstractmethod
     def _all_to_all(self, x: Tensor) -> Tensor: ...
@@ -192,10 +202,12 @@ class RankContext(ABC):
 
 def sum_in_rank_order(rows: Sequence[Tensor]) -> Tensor:
     """A new tensor; half precision is added up in fp32. The same bits wherever it is computed."""
+    if len(rows) == 1:
+        return rows[0].clone()
     dtype = rows[0].dtype
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    total = rows[0].to(wide, copy=True)
-    for row in rows[1:]:
+    total = rows[0].to(wide) + rows[1]
+    for row in rows[2:]:
         total += row
     return total.to(dtype)
 

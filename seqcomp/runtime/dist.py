@@ -6,6 +6,7 @@ that need the same partition, and destroyed when the last of them closes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,9 @@ from seqcomp.runtime.host import GlooHost, LonelyHost, PrefixedStore
 from seqcomp.runtime.traffic import Traffic
 
 __all__ = ["Communicator", "RankContext", "Traffic", "group_count", "process_context"]
+
+_COLLECTIVE_TAG = 0x5EC1
+"""Keeps the messages of collectives on the CPU apart from all others on the same group."""
 
 Partition = tuple[tuple[int, ...], ...]
 """Disjoint sets of global ranks, each sorted, that together cover a mesh."""
@@ -167,37 +171,69 @@ class ProcessCommunicator(Communicator):
         self._group = group
         self._ranks = ranks
         self._exchanges = 0
-        ours = ranks if group is None else [dist.get_group_rank(group, r) for r in ranks]
+        # Places in the group's own order.
+        self._peers = ranks if group is None else [dist.get_group_rank(group, r) for r in ranks]
         # Row of the group's order -> row of ours, and back; None where they agree.
-        self._to_nested = None if ours == sorted(ours) else ours
-        self._to_group = None if ours == sorted(ours) else [ours.index(i) for i in range(self.size)]
+        agree = self._peers == sorted(self._peers)
+        self._to_nested = None if agree else self._peers
+        self._to_group = None if agree else [self._peers.index(i) for i in range(self.size)]
 
-    def _all_gather(self, x: Tensor) -> Tensor:
+    # On the CPU collectives are messages between pairs: gloo's own cost up to twice the time,
+    # its reduce-scatter sends each byte twice, and sums come out in the order, and so with the
+    # rounding, of ranks in threads.
+
+    def _start_all_gather(self, x: Tensor) -> Pending:
         out = x.new_empty((self.size, *x.shape))
-        dist.all_gather_single(out.view(-1), x.view(-1), group=self._group)
-        return out if self._to_nested is None else out[self._to_nested]
+        if x.device.type == "cpu":
+            works = self._post([x] * self.size, out.unbind())
+            out[self.rank].copy_(x)
+            return _Posted(works, [x], lambda: [out])
+        work = dist.all_gather_single(out.view(-1), x.view(-1), group=self._group, async_op=True)
+        order = self._to_nested
+        return _Posted([work], [x], lambda: [out if order is None else out[order]])
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
-            # gloo's own reduce-scatter sends each byte twice; this is also the order, and so the
-            # rounding, of ranks in threads.
-            return sum_in_rank_order(self._all_to_all(x).unbind())
+            rows = list(torch.empty_like(x).unbind())
+            works = self._post(x.unbind(), rows)
+            rows[self.rank] = x[self.rank]
+            _wait(works)
+            return sum_in_rank_order(rows)
         x = x if self._to_group is None else x[self._to_group]
         out = torch.empty_like(x[0])
         dist.reduce_scatter_single(out.view(-1), x.view(-1), group=self._group)
         return out
 
-    def _all_reduce(self, x: Tensor, op: Reduction) -> Tensor:
+    def _start_all_reduce(self, x: Tensor, op: Reduction) -> Pending:
+        if x.device.type == "cpu" and self.size == 2 and op == "sum":
+            rows = [x, x]
+            rows[1 - self.rank] = torch.empty_like(x)
+            return _Posted(self._post([x, x], rows), [x], lambda: [sum_in_rank_order(rows)])
         out = x.clone()
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        dist.all_reduce(out, reduce_op, group=self._group)
-        return out
+        work = dist.all_reduce(out, reduce_op, group=self._group, async_op=True)
+        return _Posted([work], [], lambda: [out])
 
     def _all_to_all(self, x: Tensor) -> Tensor:
-        x = x if self._to_group is None else x[self._to_group]
         out = torch.empty_like(x)
+        if x.device.type == "cpu":
+            works = self._post(x.unbind(), out.unbind())
+            out[self.rank].copy_(x[self.rank])
+            _wait(works)
+            return out
+        x = x if self._to_group is None else x[self._to_group]
         dist.all_to_all_single(out, x, group=self._group)
         return out if self._to_nested is None else out[self._to_nested]
+
+    def _post(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> list[dist.Work]:
+        """One message to and from every other rank, in rank order; contiguous tensors."""
+        group, others = self._group, [i for i in range(self.size) if i != self.rank]
+        assert group is not None
+        # gloo matches messages of one tag between two ranks in the order of their posting.
+        return [
+            *(group.recv([receives[i]], self._peers[i], _COLLECTIVE_TAG) for i in others),
+            *(group.send([sends[i]], self._peers[i], _COLLECTIVE_TAG) for i in others),
+        ]
 
     def _start_exchange(self, sends: list[Tensor], to: int, source: int) -> Pending:
         receives = [torch.empty_like(x) for x in sends]
@@ -210,20 +246,26 @@ class ProcessCommunicator(Communicator):
             for op, tensors, peer in ((dist.isend, sends, to), (dist.irecv, receives, source))
             for i, x in enumerate(tensors)
         ]
-        return _Posted(dist.batch_isend_irecv(ops), sends, receives)
+        return _Posted(dist.batch_isend_irecv(ops), sends, lambda: receives)
 
 
 class _Posted(Pending):
-    def __init__(self, works: list[dist.Work], sends: list[Tensor], receives: list[Tensor]) -> None:
+    def __init__(
+        self, works: list[dist.Work], sends: list[Tensor], finish: Callable[[], list[Tensor]]
+    ) -> None:
         self._works = works
         self._sends = sends
-        self._receives = receives
+        self._finish = finish
 
     def wait(self) -> list[Tensor]:
-        for work in self._works:
-            work.wait()
+        _wait(self._works)
         self._sends = []
-        return self._receives
+        return self._finish()
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _default_device() -> torch.device:

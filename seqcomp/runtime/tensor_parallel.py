@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,17 +27,24 @@ class Regathered:
         self._tokens = tokens
         self._uses = uses
         self._left = 0
+        self._gather: Callable[[], Tensor] | None = None
         self._whole: Tensor | None = None
 
-    def whole(self, shard: Tensor) -> Tensor:
-        """[.., s, h] of this rank -> [.., P * s, h]; kept until every use has asked."""
-        if self._whole is None:
-            self._whole = self._tokens.gathered(shard, "backward")
+    def start(self, shard: Tensor) -> None:
+        """Send this rank's [.., s, h] off, unless an earlier use did. Each use calls it once."""
+        if self._gather is None:
+            self._gather = self._tokens.start_gathered(shard, "backward")
             self._left = self._uses
-        self._left -= 1
+
+    def whole(self) -> Tensor:
+        """[.., P * s, h]; kept until every use has asked."""
+        assert self._gather is not None, "not started"
+        if self._whole is None:
+            self._whole = self._gather()
         result = self._whole
+        self._left -= 1
         if self._left == 0:
-            self._whole = None
+            self._whole = self._gather = None
         return result
 
 
@@ -53,16 +61,17 @@ def column_linear(
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, again: Regathered
+        ctx: Any,
+        x: Tensor,
+        shard: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        again: Regathered,
     ) -> Tensor:
-        return torch.nn.functional.linear(x, weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, shard, weight, bias, ctx.again = inputs
-        ctx.has_bias = bias is not None
+        ctx.again = again
         ctx.dtypes = (shard.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.save_for_backward(shard, weight)
+        return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -71,15 +80,16 @@ class _ColumnLinear(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         needs_x, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         d_x = d_weight = d_bias = None
-        # Always asked for, so that all ranks gather and the count of uses comes out even.
-        x = ctx.again.whole(shard) if needs_weight else None
+        if needs_weight:
+            ctx.again.start(shard)  # it travels while d_x is computed
         rows = grad.flatten(0, -2)
         if needs_x:
             d_x = (grad @ weight.to(grad.dtype)).to(x_dtype)
-        if x is not None:
+        if needs_weight:
+            x = ctx.again.whole()
             flat = x.reshape(-1, x.shape[-1]).to(grad.dtype)
             d_weight = (rows.t() @ flat).to(weight_dtype)
-        if ctx.has_bias and needs_bias:
+        if bias_dtype is not None and needs_bias:
             d_bias = rows.sum(0).to(bias_dtype)
         return d_x, None, d_weight, d_bias, None
 

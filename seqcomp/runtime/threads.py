@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from seqcomp.runtime.comm import (
+    Arrived,
     Communicator,
     HostChannel,
     KeyValueStore,
@@ -223,15 +224,15 @@ class _ThreadCommunicator(Communicator):
         self._room = room
         self._timeout_s = timeout_s
 
-    def _all_gather(self, x: Tensor) -> Tensor:
-        return torch.stack(self._meet("all_gather", x))
+    def _start_all_gather(self, x: Tensor) -> Pending:
+        return Arrived([torch.stack(self._meet("all_gather", x))])
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         return sum_in_rank_order([rows[self.rank] for rows in self._meet("reduce_scatter", x)])
 
-    def _all_reduce(self, x: Tensor, op: Reduction) -> Tensor:
+    def _start_all_reduce(self, x: Tensor, op: Reduction) -> Pending:
         given = self._meet(f"all_reduce {op}", x)
-        return sum_in_rank_order(given) if op == "sum" else torch.stack(given).amax(0)
+        return Arrived([sum_in_rank_order(given) if op == "sum" else torch.stack(given).amax(0)])
 
     def _all_to_all(self, x: Tensor) -> Tensor:
         return torch.stack([given[self.rank] for given in self._meet("all_to_all", x)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,8 @@ class Tokens:
     def blocks(self, x: Tensor) -> Tensor:
         """Global [..., s, ...] -> [P, ..., s/P, ...], one row for each rank."""
         size = self.comm.size
+        if self._is_flat(x):
+            return x.reshape(size, *self._shape(x, self.length // size))
         out = x.new_empty((size, *self._shape(x, self.length // size)))
         for rank in range(size):
             start = 0
@@ -63,15 +67,27 @@ class Tokens:
 
     def gathered(self, x: Tensor, phase: Phase) -> Tensor:
         """One all-gather, then every shard in its places."""
-        if self.comm.size == 1:
-            return x.clone()
-        rows = self.comm.all_gather(x, phase=phase, label=self.label)
-        if self.layout.is_identity and all(n == 1 for n in x.shape[: self.dim]):
-            return rows.reshape(self._shape(x, self.length))
-        out = x.new_empty(self._shape(x, self.length))
-        for rank, row in enumerate(rows):
-            self.put(out, row, rank)
-        return out
+        return self.start_gathered(x, phase)()
+
+    def start_gathered(self, x: Tensor, phase: Phase) -> Callable[[], Tensor]:
+        """``gathered``, whose result is asked for later; ``x`` must not change before."""
+        pending = self.comm.start_all_gather(x, phase=phase, label=self.label)
+
+        def finish() -> Tensor:
+            (rows,) = pending.wait()
+            shape = self._shape(x, self.length)
+            if self._is_flat(x):
+                return rows.reshape(shape)
+            out = x.new_empty(shape)
+            for rank, row in enumerate(rows):
+                self.put(out, row, rank)
+            return out
+
+        return finish
+
+    def _is_flat(self, x: Tensor) -> bool:
+        """Whether the ranks' shards lie in memory one after the other."""
+        return self.layout.is_identity and all(n == 1 for n in x.shape[: self.dim])
 
     def _ranges(self, rank: int | None) -> tuple[range, ...]:
         return self.layout.ranges(self.length, self.comm.rank if rank is None else rank)

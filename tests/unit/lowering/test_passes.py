@@ -69,15 +69,14 @@ def test_keys_and_values_reach_attention_unrepeated() -> None:
             assert [operand.meta["val"].shape[1] for operand in node.args] == [4, 2, 2]
 
 
-def test_each_parameter_is_summed_once_a_use() -> None:
+def test_each_parameter_is_in_one_bucket() -> None:
+    """Also a tied one, which has two uses."""
     program = program_of(Spec(tied=True))
-    labels = [node.target.label for node in of_kind(program, ops.SumGradient)]
-    tied = [label for label in labels if label in ("emb.weight", "head.weight")]
-    assert len(tied) == 2, "embedding and head"
-    others = [label for label in labels if label not in tied]
-    assert len(others) == len(set(others))
-    names = {name for name, _ in build(Spec(tied=True)).named_parameters()}
-    assert set(others) == names - {"emb.weight"}
+    (bucket,) = of_kind(program, ops.OpenBucket)
+    names = [program.capture.state[node.name] for node in bucket.args]
+    model = build(Spec(tied=True))
+    assert len(names) == len(list(model.parameters()))
+    assert {model.get_parameter(name) for name in names} == set(model.parameters())
 
 
 def test_groups_are_known_before_the_first_call() -> None:

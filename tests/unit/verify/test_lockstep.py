@@ -90,4 +90,4 @@ def test_the_package_is_the_public_function_too() -> None:
 
     assert callable(seqcomp.verify)
     with pytest.raises(seqcomp.PlanError):
-        seqcomp.verify(None, "ring_2", inputs_fn=None)
+        seqcomp.verify(build, "ring_", inputs_fn=inputs)
