@@ -116,20 +116,13 @@ def _cut(value: Any, program: Program, name: str, degrees: Mapping[str, int]) ->
 def _imitate(
     node: Node, op: ops.Op, args: Any, degrees: Mapping[str, int], fake: FakeTensorMode
 ) -> Any:
+    computed = _computed(node, op, args, fake)
+    if computed is not None:
+        return computed
     degree = 1
     for axis in op.axes_used():
         degree *= degrees[axis]
     match op:
-        case ops.Constant():
-            return fake.from_tensor(op.value)
-        case ops.Attention():
-            q, _, v, tiling, sinks = args
-            out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=node.meta["val"].dtype)
-            given = (*args[:3], *(tiling or ()), *([] if sinks is None else [sinks]))
-            grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-            return out.requires_grad_(grad)
-        case ops.MaskTiling():
-            return args[1:]  # what attention may hand gradients to
         case ops.Shard() | ops.ReduceScatter():
             (x,) = args
             return x.narrow(op.dim, 0, x.shape[op.dim] // degree)
@@ -143,6 +136,28 @@ def _imitate(
             return pad_to(args[0], op.dim, part_size(op.size, degree))
         case ops.Part():
             return args[0].narrow(op.dim, 0, part_size(op.size, degree))
+        case ops.OpenBucket():
+            return tuple(args)
+        case ops.FillBucket():
+            return args[0]
+    same = ops.AllReduce | ops.OwnCotangent | ops.SumGradient | ops.LocalPart
+    assert isinstance(op, same), op
+    return args[0].view_as(args[0])
+
+
+def _computed(node: Node, op: ops.Op, args: Any, fake: FakeTensorMode) -> Any:
+    """What operations that compute give; None for the others."""
+    match op:
+        case ops.Constant():
+            return fake.from_tensor(op.value)
+        case ops.Attention():
+            q, _, v, tiling, sinks = args
+            out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=node.meta["val"].dtype)
+            given = (*args[:3], *(tiling or ()), *([] if sinks is None else [sinks]))
+            grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+            return out.requires_grad_(grad)
+        case ops.MaskTiling():
+            return args[1:]  # what attention may hand gradients to
         case ops.ColumnLinear():
             x, _, weight, bias, _ = args
             return torch.nn.functional.linear(x, weight, bias)
@@ -156,10 +171,4 @@ def _imitate(
             return logits.sum() if op.reduce else logits
         case ops.OwnHeads():
             return args[0].narrow(1, 0, 1)
-        case ops.OpenBucket():
-            return tuple(args)
-        case ops.FillBucket():
-            return args[0]
-    same = ops.AllReduce | ops.OwnCotangent | ops.SumGradient | ops.LocalPart
-    assert isinstance(op, same), op
-    return args[0].view_as(args[0])
+    return None

@@ -77,12 +77,12 @@ def _no_scattered_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _wrong_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ops.SumGradient.bind
+    original = ops.OpenBucket.bind
 
     def bind(self, rank):
         return original(replace(self, axes=self.axes[:1]), rank)
 
-    monkeypatch.setattr(ops.SumGradient, "bind", bind)
+    monkeypatch.setattr(ops.OpenBucket, "bind", bind)
 
 
 def _other_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,63 @@
+"""What a lowered graph calls besides ATen, as data; `bind` turns it into a function of one rank.
+
+A program is lowered once and is the same for every rank: only these operations know ranks, and
+only once bound. Each counts its bytes under the module path in `label`.
+"""
+
+from __future__ import annotations
+
+from seqcomp.lowering.ops.base import (
+    Op,
+    Place,
+    RankBinding,
+)
+from seqcomp.lowering.ops.compute import (
+    Attention,
+    ColumnLinear,
+    Constant,
+    MaskTiling,
+    OwnHeads,
+    Remember,
+    VocabularyEmbedding,
+    VocabularyLoss,
+)
+from seqcomp.lowering.ops.moves import (
+    AllReduce,
+    AllToAll,
+    FillBucket,
+    Gather,
+    LocalPart,
+    OpenBucket,
+    OwnCotangent,
+    PadPart,
+    Part,
+    ReduceScatter,
+    Shard,
+    SumGradient,
+)
+
+__all__ = [
+    "AllReduce",
+    "AllToAll",
+    "Attention",
+    "ColumnLinear",
+    "Constant",
+    "FillBucket",
+    "Gather",
+    "LocalPart",
+    "MaskTiling",
+    "Op",
+    "OpenBucket",
+    "OwnCotangent",
+    "OwnHeads",
+    "PadPart",
+    "Part",
+    "Place",
+    "RankBinding",
+    "ReduceScatter",
+    "Remember",
+    "Shard",
+    "SumGradient",
+    "VocabularyEmbedding",
+    "VocabularyLoss",
+]

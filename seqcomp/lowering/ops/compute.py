@@ -1,0 +1,190 @@
+"""Operations that compute, each on this rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from seqcomp.layout.masks import Mask
+from seqcomp.lowering.ops.base import Op, RankBinding
+from seqcomp.runtime import tensor_parallel
+from seqcomp.runtime.attention import AttentionPlan, Transport, attention
+from seqcomp.runtime.attention.pair_mask import PairMask
+from seqcomp.runtime.attention.tiling import DataTiling
+from seqcomp.runtime.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Attention(Op):
+    """Attention over sharded tokens: Ulysses inside, ring outside.
+
+    A fourth operand is the tiling of a mask that depends on data (`mask` is None), a fifth the
+    sinks of its heads.
+    """
+
+    mask: Mask | None
+    scale: float
+    transport: Transport
+    label: str
+    softcap: float = 0.0
+    __name__ = "attention"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        def comm(axis: str | None) -> Any:
+            return rank.context.comm((axis,)) if axis in rank.sequence else None
+
+        ring, ulysses = comm(rank.ring_axis), comm(rank.ulysses_axis)
+        plan = AttentionPlan(self.mask, rank.layout, self.transport, self.scale, self.softcap)
+
+        def sharded_attention(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            tiling: DataTiling | None = None,
+            sinks: Tensor | None = None,
+        ) -> Tensor:
+            return attention(
+                q, k, v, plan, tiling, sinks, ring=ring, ulysses=ulysses, label=self.label
+            )
+
+        return sharded_attention
+
+
+@dataclass(frozen=True)
+class MaskTiling(Op):
+    """The tiles of a mask from its inputs; `dims` says what their dims are in [B, H, q, k]."""
+
+    mask: PairMask
+    dims: tuple[tuple[int, ...], ...]
+    __name__ = "mask_tiling"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        layout, device = rank.layout, rank.context.device
+
+        def mask_tiling(length: int, *inputs: Tensor) -> DataTiling:
+            leaves = [_framed(x, dims) for x, dims in zip(inputs, self.dims, strict=True)]
+            return DataTiling(self.mask, leaves, layout, length, device)
+
+        return mask_tiling
+
+
+def _framed(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """[B, H, q, k] from a tensor that has some of these dims."""
+    x = x.permute(sorted(range(len(dims)), key=dims.__getitem__))
+    places = {max(dim, 0) for dim in dims}  # a table's rows stand where the batch does
+    for dim in range(4):
+        if dim not in places:
+            x = x.unsqueeze(dim)
+    return x
+
+
+@dataclass(frozen=True)
+class Remember(Op):
+    """Shard -> the promise to gather it again in backward, for `uses` linears."""
+
+    dim: int
+    axes: tuple[str, ...]
+    uses: int
+    label: str = ""
+    __name__ = "remember"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm, layout = rank.context.comm(self.axes), rank.layout_over(self.axes)
+
+        def remember(x: Tensor) -> tensor_parallel.Regathered:
+            tokens = Tokens(x, self.dim, comm, layout, self.label, local=True)
+            return tensor_parallel.Regathered(tokens, self.uses)
+
+        return remember
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
+class ColumnLinear(Op):
+    """Column-parallel linear of a gathered value; saves the shard it was gathered from."""
+
+    __name__ = "column_linear"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        return tensor_parallel.column_linear
+
+
+@dataclass(frozen=True)
+class VocabularyEmbedding(Op):
+    """Embedding rows cut over axes; the result is partial."""
+
+    axes: tuple[str, ...]
+    padding_idx: int
+    words: int
+    __name__ = "vocabulary_embedding"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm = rank.context.comm(self.axes)
+        return lambda weight, index: tensor_parallel.vocabulary_embedding(
+            weight, index, self.padding_idx, self.words, comm
+        )
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
+class VocabularyLoss(Op):
+    """Cross-entropy of logits whose classes are cut over axes."""
+
+    axes: tuple[str, ...]
+    classes: int
+    words: int
+    ignore_index: int
+    reduce: bool
+    label: str
+    __name__ = "vocabulary_loss"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm = rank.context.comm(self.axes)
+        return lambda logits, target: tensor_parallel.vocabulary_cross_entropy(
+            logits,
+            target,
+            comm,
+            classes=self.classes,
+            words=self.words,
+            ignore_index=self.ignore_index,
+            reduce=self.reduce,
+            label=self.label,
+        )
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
+class OwnHeads(Op):
+    """The one KV head that this rank's query heads use."""
+
+    axes: tuple[str, ...]
+    heads: int
+    __name__ = "own_heads"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm = rank.context.comm(self.axes)
+        return lambda x: tensor_parallel.own_heads(x, self.heads, comm)
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True, eq=False)
+class Constant(Op):
+    """A tensor that the capture lifted out of the code."""
+
+    value: Tensor
+    __name__ = "constant"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        value = self.value.to(rank.context.device)
+        return lambda: value
