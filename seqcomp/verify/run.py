@@ -173,6 +173,7 @@ class Verification:
             inputs=self._inputs_fn(),
             timeout=self._timeout,
             keep_global=keep_global,
+            prepare=True,
         )
 
     def _in_fp64(self, resolved: ResolvedPlan) -> Observation:
