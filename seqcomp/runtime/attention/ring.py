@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from seqcomp.layout.masks import Tile, TileTask
+from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
 from seqcomp.runtime.attention.tiling import Tiling
@@ -53,7 +54,7 @@ class Ring:
         """This rank's queries against the block of ``source``."""
         return self.tiling.tasks(self.rank, source)
 
-    def mask(self, task: TileTask, source: int) -> Tensor:
+    def mask(self, task: TileTask, source: int) -> Tensor | HiddenRows:
         """Of a PARTIAL tile."""
         return self.tiling.mask(task, self.rank, source, self.heads)
 

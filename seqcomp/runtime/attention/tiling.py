@@ -15,7 +15,9 @@ from torch import Tensor
 
 from seqcomp.layout.masks import Mask, Tile, TileTask, joined, tiles
 from seqcomp.layout.sequence import SequenceLayout, slice_ranges
-from seqcomp.runtime.attention.pair_mask import PairMask, bounds
+from seqcomp.runtime.attention.hidden_rows import HiddenRows
+from seqcomp.runtime.attention.pair_bounds import bounds
+from seqcomp.runtime.attention.pair_mask import PairMask
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 
@@ -27,7 +29,7 @@ class Tiling(ABC):
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]: ...
 
     @abstractmethod
-    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
+    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor | HiddenRows:
         """Of a PARTIAL tile: boolean (True is seen) or additive, broadcastable to
         [B, H, rows, columns]. `heads`: this rank's among the heads of the mask."""
 
@@ -45,8 +47,8 @@ class StaticTiling(Tiling):
         return tiles(self.rule, self._ranges(rank), self._ranges(source))
 
     def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
-        q = positions(self._ranges(rank), task.q_start, task.q_stop, self.device)
-        k = positions(self._ranges(source), task.k_start, task.k_stop, self.device)
+        q = positions(slice_ranges(self._ranges(rank), task.q_start, task.q_stop), self.device)
+        k = positions(slice_ranges(self._ranges(source), task.k_start, task.k_stop), self.device)
         return self.rule.visible(q[:, None], k[None, :])
 
     def _ranges(self, rank: int) -> tuple[range, ...]:
@@ -73,56 +75,89 @@ class DataTiling(Tiling):
         self._device = device
         self._layout = layout
         self._length = length
-        self._known: dict[tuple[int, int], tuple[TileTask, ...]] = {}
+        self._tasks: dict[tuple[int, int], tuple[TileTask, ...]] = {}
+        self._best: dict[int, Tensor | None] = {}
         self._lock = threading.Lock()  # autograd may run backward in other threads
 
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
         with self._lock:
-            if (rank, source) not in self._known:
-                self._known[rank, source] = self._made(rank, source)
-            return self._known[rank, source]
+            if (rank, source) not in self._tasks:
+                if rank not in self._best:
+                    self._best[rank] = self._best_of_hidden(self._positions(rank))
+                self._tasks[rank, source] = self._made(rank, source)
+            return self._tasks[rank, source]
 
-    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
-        q = positions(self._ranges(rank), task.q_start, task.q_stop, self._device)
-        k = positions(self._ranges(source), task.k_start, task.k_stop, self._device)
-        own = [x[:, heads.start : heads.stop] if x.shape[1] > 1 else x for x in self._leaves]
-        return self._mask.evaluate(own, q, k)
+    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor | HiddenRows:
+        rows = slice(task.q_start, task.q_stop)
+        q = self._positions(rank)[rows]
+        k = self._positions(source)[task.k_start : task.k_stop]
+        values = self._mask.evaluate([_of_heads(x, heads) for x in self._leaves], q, k)
+        best = self._best.get(rank)
+        if best is None:
+            return values
+        return HiddenRows.lifted(values, _of_heads(best, heads)[:, :, rows])
 
-    def _ranges(self, rank: int) -> tuple[range, ...]:
-        return self._layout.ring_ranges(self._length, rank)
+    def _positions(self, rank: int) -> Tensor:
+        return positions(self._layout.ring_ranges(self._length, rank), self._device)
 
     def _made(self, rank: int, source: int) -> tuple[TileTask, ...]:
-        rows, columns = self._ranges(rank), self._ranges(source)
-        q, k = (positions(r, 0, sum(map(len, r)), self._device) for r in (rows, columns))
+        q, k = self._positions(rank), self._positions(source)
         block = block_size(len(q))
-        grid = bounds(self._mask, self._leaves, q, k, block)
+        grid = bounds(self._mask, self._leaves, q, k, (block, block))
+        low, high = grid.low.amin((0, 1)), grid.high.amax((0, 1))
         if self._mask.additive:
-            empty = grid.high <= self._mask.hidden
-            full = (grid.low == 0) & (grid.high == 0)
+            empty, full = high <= self._mask.hidden, (low == 0) & (high == 0)
         else:
-            empty, full = grid.high == 0, grid.low == 1
-        if self._mask.additive and self._mask.hidden != -torch.inf:
-            empty &= self._is_covered(q, block)[:, None]
+            empty, full = high == 0, low == 1
+        best = self._best[rank]
+        if best is not None:
+            # All keys count for a row that a finite number hides.
+            settled = best.isneginf() | best.isposinf()
+            empty &= _all_per_block(settled.all(0).all(0), block)[:, None]
         return _tasks(empty.tolist(), full.tolist(), len(q), len(k), block)
 
-    def _is_covered(self, q: Tensor, block: int) -> Tensor:
-        """Per block of queries: whether every query sees some key of the whole sequence.
+    def _best_of_hidden(self, q: Tensor) -> Tensor | None:
+        """[B or 1, H or 1, q]: the largest mask value of rows that see nothing, inf for others.
 
-        Only such rows may leave out what a finite number hides.
+        None where no row is hidden by finite numbers alone.
         """
+        hidden = self._mask.hidden
+        if not self._mask.additive or hidden == -torch.inf:
+            return None
+        # Nearly every token sees itself.
+        best = self._mask.diagonal(self._leaves, q).double()
+        shape = torch.broadcast_shapes(
+            best.shape, (1, 1, len(q)), *((*x.shape[:2], 1) for x in self._leaves)
+        )
+        best, block = best.expand(shape).clone(), block_size(len(q))
+        for start in range(0, len(q), block):
+            rows = slice(start, start + block)
+            if bool((best[:, :, rows] <= hidden / 2).any()):
+                best[:, :, rows] = self._largest(q[rows], best[:, :, rows])
+        best = best.masked_fill(best > hidden / 2, torch.inf)
+        return best if bool(best.isfinite().any()) else None
+
+    def _largest(self, q: Tensor, best: Tensor) -> Tensor:
+        """The largest mask value of each row, or some value that says that it sees a key."""
         k = torch.arange(self._length, device=q.device)
-        grid = bounds(self._mask, self._leaves, q, k, block)
-        visible = (grid.low > self._mask.hidden).any(1)
-        for index in (~visible).nonzero().flatten().tolist():
-            own = q[index * block : (index + 1) * block]
-            seen = torch.zeros(len(own), dtype=torch.bool, device=q.device)
-            for at in (grid.high[index] > self._mask.hidden).nonzero().flatten().tolist():
-                part = self._mask.evaluate(self._leaves, own, k[at * block : (at + 1) * block])
-                seen |= (part > self._mask.hidden).any(-1).flatten(0, 1).all(0)
-                if bool(seen.all()):
-                    break
-            visible[index] = bool(seen.all())
-        return visible
+        block = block_size(self._length)
+        grid = bounds(self._mask, self._leaves, q, k, (1, block))
+        best = torch.maximum(best, grid.low.amax(-1))
+        for index in range(grid.high.shape[-1]):
+            better = (grid.high[..., index] > best) & (best <= self._mask.hidden / 2)
+            if bool(better.any()):
+                part = k[index * block : (index + 1) * block]
+                found = self._mask.evaluate(self._leaves, q, part).double().amax(-1)
+                best = torch.maximum(best, found)
+        return best
+
+
+def _of_heads(x: Tensor, heads: range) -> Tensor:
+    return x[:, heads.start : heads.stop] if x.shape[1] > 1 else x
+
+
+def _all_per_block(rows: Tensor, block: int) -> Tensor:
+    return torch.stack([part.all() for part in rows.split(block)])
 
 
 def block_size(rows: int) -> int:
@@ -156,9 +191,8 @@ def _tasks(
     return joined(tasks)
 
 
-def positions(ranges: Sequence[range], start: int, stop: int, device: torch.device) -> Tensor:
-    """Global positions of the tokens [start, stop) of the concatenation of `ranges`."""
-    parts = slice_ranges(ranges, start, stop)
-    if not parts:
+def positions(ranges: Sequence[range], device: torch.device) -> Tensor:
+    """Global positions of the concatenation of `ranges`."""
+    if not ranges:
         return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in parts])
+    return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])
