@@ -182,6 +182,8 @@ class _Walk:
         if name in ("expand", "expand_as", "broadcast_to", "clone", "contiguous", "alias",
                     "detach", "lift_fresh_copy"):  # fmt: skip
             return self._expanded(node.args[0], dims)
+        if name == "repeat":
+            return self._repeated(node, dims)
         if name in ("unsqueeze", "view", "reshape", "unsafe_view", "squeeze"):
             return self._reshaped(node, dims)
         if name in ("transpose", "permute", "t", "mT"):
@@ -203,6 +205,13 @@ class _Walk:
         if source.meta["val"].ndim == 0 and dims:  # now it counts in the promotion of dtypes
             return Apply(aten.reshape.default, (found, (1, 1, 1, 1)))
         return found
+
+    def _repeated(self, node: Node, dims: tuple[int, ...]) -> Term | None:
+        """Only of dims of size 1: anything else starts over at every copy."""
+        shape = self._capture.shape(node.args[0])
+        times = node.args[1][len(dims) - len(shape) :]
+        whole = all(n == 1 or size == 1 for n, size in zip(times, shape, strict=True))
+        return self._expanded(node.args[0], dims) if whole else None
 
     def _pointwise(self, node: Node, name: str, dims: tuple[int, ...]) -> Term | None:
         words = name.replace("bitwise_", "")

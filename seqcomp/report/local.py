@@ -111,7 +111,7 @@ def _cut(value: Any, program: Program, name: str, degrees: Mapping[str, int]) ->
 
 def _imitate(
     node: Node, op: ops.Op, args: Any, degrees: Mapping[str, int], fake: FakeTensorMode
-) -> Tensor:
+) -> Tensor | None:
     degree = 1
     for axis in op.axes_used():
         degree *= degrees[axis]
@@ -119,10 +119,12 @@ def _imitate(
         case ops.Constant():
             return fake.from_tensor(op.value)
         case ops.Attention():
-            q, _, v = args
+            q, k, v = args[:3]
             out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=node.meta["val"].dtype)
-            grad = torch.is_grad_enabled() and any(x.requires_grad for x in args)
+            grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
             return out.requires_grad_(grad)
+        case ops.MaskTiling():
+            return None  # tiles depend on the data
         case ops.Shard() | ops.ReduceScatter():
             (x,) = args
             return x.narrow(op.dim, 0, x.shape[op.dim] // degree)

@@ -187,7 +187,7 @@ def _tensor_parallel(
 def _attention(
     node: Node, op: ops.Attention, values: Mapping[Node, Any], resolved: ResolvedPlan
 ) -> Iterator[CommRow]:
-    q, k, v = _operands(node, values)
+    q, k, v = _operands(node, values)[:3]
     element = values[node].element_size()
     shape = AttentionShape(
         batch=q.shape[0],
