@@ -114,7 +114,27 @@ class DataTiling(Tiling):
             # All keys count for a row that a finite number hides.
             settled = best.isneginf() | best.isposinf()
             empty &= _all_per_block(settled.all(0).all(0), block)[:, None]
-        return _tasks(empty.tolist(), full.tolist(), len(q), len(k), block)
+        kinds = [
+            [None if h else Tile.FULL if s else Tile.PARTIAL for h, s in zip(*row, strict=True)]
+            for row in zip(empty.tolist(), full.tolist(), strict=True)
+        ]
+        for index in range(min(len(kinds), len(kinds[0]))):
+            if kinds[index][index] is Tile.PARTIAL:
+                rows = slice(index * block, (index + 1) * block)
+                if self._is_triangle(q[rows], k[rows]):
+                    kinds[index][index] = Tile.CAUSAL
+        return _tasks(kinds, len(q), len(k), block)
+
+    def _is_triangle(self, q: Tensor, k: Tensor) -> bool:
+        """Whether each query sees exactly the keys up to its own place."""
+        if len(q) != len(k):
+            return False
+        values = self._mask.evaluate(self._leaves, q, k)
+        seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril()
+        if self._mask.additive:
+            hidden = values <= self._mask.hidden
+            return bool(torch.where(seen, values == 0, hidden).all())
+        return bool((values == seen).all())
 
     def _best_of_hidden(self, q: Tensor) -> Tensor | None:
         """[B or 1, H or 1, q]: the largest mask value of rows that see nothing, inf for others.
@@ -169,20 +189,16 @@ def block_size(rows: int) -> int:
 
 
 def _tasks(
-    empty: list[list[bool]], full: list[list[bool]], rows: int, columns: int, block: int
+    kinds: Sequence[Sequence[Tile | None]], rows: int, columns: int, block: int
 ) -> tuple[TileTask, ...]:
-    """Runs of equal blocks along the keys, joined along the queries where they are full."""
+    """Runs of equal blocks along the keys, joined where the form allows."""
     tasks = []
-    for index, (hidden, seen) in enumerate(zip(empty, full, strict=True)):
+    for index, row in enumerate(kinds):
         start = 0
-        kinds = [
-            None if h else Tile.FULL if s else Tile.PARTIAL
-            for h, s in zip(hidden, seen, strict=True)
-        ]
-        for at in range(1, len(kinds) + 1):
-            if at < len(kinds) and kinds[at] == kinds[start]:
+        for at in range(1, len(row) + 1):
+            if at < len(row) and row[at] is row[start]:
                 continue
-            kind = kinds[start]
+            kind = row[start]
             if kind is not None:
                 q_start, k_start = index * block, start * block
                 q_stop, k_stop = min(q_start + block, rows), min(at * block, columns)
