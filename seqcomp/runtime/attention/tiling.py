@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqcomp.layout.masks import Mask, Tile, TileTask, joined, tiles
+from seqcomp.layout.masks import Mask, TileTask, tiles
 from seqcomp.layout.sequence import SequenceLayout, slice_ranges
+from seqcomp.runtime.attention.grid import CAUSAL, EMPTY, FULL, PARTIAL, tasks_of
 from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.pair_bounds import bounds
 from seqcomp.runtime.attention.pair_mask import PairMask
@@ -114,16 +115,13 @@ class DataTiling(Tiling):
             # All keys count for a row that a finite number hides.
             settled = best.isneginf() | best.isposinf()
             empty &= _all_per_block(settled.all(0).all(0), block)[:, None]
-        kinds = [
-            [None if h else Tile.FULL if s else Tile.PARTIAL for h, s in zip(*row, strict=True)]
-            for row in zip(empty.tolist(), full.tolist(), strict=True)
-        ]
-        for index in range(min(len(kinds), len(kinds[0]))):
-            if kinds[index][index] is Tile.PARTIAL:
-                rows = slice(index * block, (index + 1) * block)
-                if self._is_triangle(q[rows], k[rows]):
-                    kinds[index][index] = Tile.CAUSAL
-        return _tasks(kinds, len(q), len(k), block)
+        kinds = torch.full(empty.shape, PARTIAL, dtype=torch.int8)
+        kinds[empty.cpu()], kinds[full.cpu()] = EMPTY, FULL
+        for index in range(min(kinds.shape)):
+            rows = slice(index * block, (index + 1) * block)
+            if kinds[index, index] == PARTIAL and self._is_triangle(q[rows], k[rows]):
+                kinds[index, index] = CAUSAL
+        return tasks_of(kinds, len(q), len(k), block)
 
     def _is_triangle(self, q: Tensor, k: Tensor) -> bool:
         """Whether each query sees exactly the keys up to its own place."""
@@ -186,25 +184,6 @@ def block_size(rows: int) -> int:
     while size < LARGEST_BLOCK and size * 64 < rows:
         size *= 2
     return size
-
-
-def _tasks(
-    kinds: Sequence[Sequence[Tile | None]], rows: int, columns: int, block: int
-) -> tuple[TileTask, ...]:
-    """Runs of equal blocks along the keys, joined where the form allows."""
-    tasks = []
-    for index, row in enumerate(kinds):
-        start = 0
-        for at in range(1, len(row) + 1):
-            if at < len(row) and row[at] is row[start]:
-                continue
-            kind = row[start]
-            if kind is not None:
-                q_start, k_start = index * block, start * block
-                q_stop, k_stop = min(q_start + block, rows), min(at * block, columns)
-                tasks.append(TileTask(q_start, q_stop, k_start, k_stop, kind))
-            start = at
-    return joined(tasks)
 
 
 def positions(ranges: Sequence[range], device: torch.device) -> Tensor:
