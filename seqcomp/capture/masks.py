@@ -29,6 +29,7 @@ from seqcomp.capture.mask_values import (
 )
 from seqcomp.capture.sizes import expression
 from seqcomp.layout.masks import Causal, Full, Mask
+from seqcomp.runtime.attention.pair_mask import hides_from
 
 # Positions of any real length are exact in these; others round or wrap around.
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
@@ -154,8 +155,8 @@ class MaskReader:
 
 
 def _is_minus_infinity(number: float, node: Node) -> bool:
-    """-inf, or a number so low that exp() of it against any real score is 0 in this dtype."""
-    return number == -math.inf or number <= torch.finfo(node.meta["val"].dtype).min / 2
+    """-inf, or a number so low that exp() of it against any real score is 0."""
+    return number <= hides_from(node.meta["val"].dtype)
 
 
 def _as_mask(value: Truth, shape: Sequence[sympy.Expr]) -> Mask | None:

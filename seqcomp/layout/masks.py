@@ -128,12 +128,13 @@ def tiles(mask: Mask, q_ranges: Sequence[range], k_ranges: Sequence[range]) -> t
             tasks += [_moved(task, q_offset, k_offset) for task in mask.split(q, k)]
             k_offset += len(k)
         q_offset += len(q)
-    return joined(_join_causal(tasks))
+    return joined(tasks)
 
 
 def joined(tasks: Sequence[TileTask]) -> tuple[TileTask, ...]:
-    """Full tiles that share an edge as one; ordered by query, then key."""
-    found = _join(_join(tasks, rows=True), rows=False)
+    """Causal squares that touch with the full tile between them as one square, and full tiles
+    that share an edge as one; ordered by query, then key."""
+    found = _join(_join(_join_causal(list(tasks)), rows=True), rows=False)
     return tuple(sorted(found, key=lambda t: (t.q_start, t.k_start)))
 
 

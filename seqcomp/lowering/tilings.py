@@ -45,6 +45,8 @@ def _tiling(
         assert isinstance(have, Spec)
         given.append(made.get(node, have, want, before))
     length = made.size(context.capture.length, before)
+    # What another operation wanted in the same form may have been made further down.
+    before = _after(graph, [*nodes, *given])
     with graph.inserting_before(before):
         tiling = graph.call_function(op, (length, *given))
     computed = [n for n in nodes if n.op != "placeholder"]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from seqcomp.layout.masks import Tile, TileTask
 from seqcomp.runtime.attention import math_kernel
+from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
 from seqcomp.runtime.attention.tiling import Tiling
@@ -55,7 +56,7 @@ class Ring:
         """This rank's queries against the block of ``source``."""
         return self.tiling.tasks(self.rank, source)
 
-    def mask(self, task: TileTask, source: int) -> Tensor:
+    def mask(self, task: TileTask, source: int) -> Tensor | HiddenRows:
         """Of a PARTIAL tile."""
         return self.tiling.mask(task, self.rank, source, self.heads)
 
@@ -251,10 +252,12 @@ def _add_mask_gradient(
 ) -> None:
     dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
     k, v = (x[:, :, task.k_start : task.k_stop] for x in keys)
+    mask = ring.mask(task, source)
+    if isinstance(mask, HiddenRows):  # as its kernels compute these rows
+        q, mask = q.masked_fill(mask.swallowed(q), 0.0), mask.mask
     cotangent = math_kernel.mask_gradient(
-        dout, q, k, v, out, lse,
-        scale=ring.scale, mask=ring.mask(task, source), softcap=ring.softcap,
-    )  # fmt: skip
+        dout, q, k, v, out, lse, scale=ring.scale, mask=mask, softcap=ring.softcap
+    )
     parts = ring.tiling.gradients(task, ring.rank, source, ring.heads, cotangent)
     for total, part in zip(totals, parts, strict=True):
         total.add_(part)
