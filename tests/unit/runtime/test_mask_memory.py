@@ -86,7 +86,7 @@ def test_a_window_of_128k_tokens_costs_s_times_w(layout: str) -> None:
     assert area <= slack * length * width
     blocks = (length // degree // 256) ** 2
     assert largest.elements <= max(blocks, length)
-    assert largest.total <= length**2 // 50
+    assert largest.total <= length**2 // 25  # blocks on the diagonal: length x 256 pairs
 
 
 @pytest.mark.parametrize("kind", ["window", "documents"])
