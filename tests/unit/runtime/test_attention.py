@@ -205,8 +205,8 @@ def test_work_is_divided_as_the_layout_promises(layout, transport, monkeypatch):
     lock = threading.Lock()
     real = kernels.kernel
 
-    def counting(name, *, group=1):
-        inner = real(name, group=group)
+    def counting(name, **options):
+        inner = real(name, **options)
 
         def count(phase, q, k, causal):
             rows, columns = q.shape[2], k.shape[2]
