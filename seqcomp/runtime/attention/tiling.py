@@ -9,12 +9,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from seqcomp.layout.masks import Mask, Tile, TileTask, joined, tiles
 from seqcomp.layout.sequence import SequenceLayout, slice_ranges
+from seqcomp.layout.travel import Intervals, Travel, travel_of, united
 from seqcomp.runtime.attention.pair_mask import PairMask, bounds
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
@@ -35,6 +37,10 @@ class Tiling(ABC):
         """What the cotangent of one tile's mask gives to `trained`."""
         return ()
 
+    def travel(self) -> Travel | None:
+        """The keys that travel, the same on all ranks of the ring; None: whole blocks do."""
+        return None
+
     @abstractmethod
     def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
         """Of a PARTIAL tile: boolean (True is seen) or additive, broadcastable to
@@ -51,7 +57,20 @@ class StaticTiling(Tiling):
     device: torch.device
 
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
-        return tiles(self.rule, self._ranges(rank), self._ranges(source))
+        if (rank, source) not in self._known:
+            self._known[rank, source] = tiles(self.rule, self._ranges(rank), self._ranges(source))
+        return self._known[rank, source]
+
+    def travel(self) -> Travel | None:
+        return self._travel
+
+    @cached_property
+    def _travel(self) -> Travel | None:
+        return travel_of(self.rule, self.layout, self.length)
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], tuple[TileTask, ...]]:
+        return {}
 
     def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
         q = positions(self._ranges(rank), task.q_start, task.q_stop, self.device)
@@ -85,14 +104,31 @@ class DataTiling(Tiling):
         self._device = device
         self._layout = layout
         self._length = length
-        self._known: dict[tuple[int, int], tuple[TileTask, ...]] = {}
+        self._known: dict[int, list[tuple[TileTask, ...]]] = {}
         self._lock = threading.Lock()  # autograd may run backward in other threads
 
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
         with self._lock:
-            if (rank, source) not in self._known:
-                self._known[rank, source] = self._made(rank, source)
-            return self._known[rank, source]
+            if rank not in self._known:
+                self._known[rank] = self._made(rank)
+            return self._known[rank][source]
+
+    def travel(self) -> Travel | None:
+        return self._travel
+
+    @cached_property
+    def _travel(self) -> Travel | None:
+        """Every rank has all inputs of the mask, so each knows what all others see."""
+        keys, ranks = self._length // self._layout.ring, range(self._layout.ring)
+        block = block_size(keys)
+
+        def seen(blocks: list[bool]) -> Intervals:
+            runs = (range(i * block, min((i + 1) * block, keys)) for i, s in enumerate(blocks) if s)
+            return united(runs)
+
+        rows = [(~self._classified(rank)[0]).any(0).tolist() for rank in ranks]
+        travel = Travel(keys, tuple(tuple(seen(row[source]) for source in ranks) for row in rows))
+        return travel if travel.saves() else None
 
     def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
         q = positions(self._ranges(rank), task.q_start, task.q_stop, self._device)
@@ -117,10 +153,22 @@ class DataTiling(Tiling):
     def _ranges(self, rank: int) -> tuple[range, ...]:
         return self._layout.ring_ranges(self._length, rank)
 
-    def _made(self, rank: int, source: int) -> tuple[TileTask, ...]:
-        rows, columns = self._ranges(rank), self._ranges(source)
-        q, k = (positions(r, 0, sum(map(len, r)), self._device) for r in (rows, columns))
-        block = block_size(len(q))
+    def _made(self, rank: int) -> list[tuple[TileTask, ...]]:
+        """The tasks against the block of each ring rank."""
+        keys = self._length // self._layout.ring
+        empty, full = (x.movedim(1, 0).tolist() for x in self._classified(rank))
+        return [
+            _tasks(*kinds, keys, keys, block_size(keys)) for kinds in zip(empty, full, strict=True)
+        ]
+
+    def _classified(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Which blocks [query blocks, ring rank, key blocks] are seen by nobody, which by all."""
+        q = self._positions(rank)
+        block, ring = block_size(len(q)), self._layout.ring
+        # The blocks of a rank end with it: the last is filled up with its last position.
+        rest = -len(q) % block
+        each = (self._positions(source) for source in range(ring))
+        k = torch.cat([torch.cat((p, p[-1:].expand(rest))) for p in each])
         grid = bounds(self._mask, self._leaves, q, k, block)
         if self._mask.additive:
             empty = grid.high <= self._mask.hidden
@@ -130,8 +178,12 @@ class DataTiling(Tiling):
         else:
             empty, full = grid.high == 0, grid.low == 1
         if self._mask.additive and self._mask.hidden != -torch.inf:
-            empty &= self._is_covered(q, block)[:, None]
-        return _tasks(empty.tolist(), full.tolist(), len(q), len(k), block)
+            empty = empty & self._is_covered(q, block)[:, None]
+        return empty.unflatten(1, (ring, -1)), full.unflatten(1, (ring, -1))
+
+    def _positions(self, rank: int) -> Tensor:
+        ranges = self._ranges(rank)
+        return positions(ranges, 0, sum(map(len, ranges)), self._device)
 
     def _is_covered(self, q: Tensor, block: int) -> Tensor:
         """Per block of queries: whether every query sees some key of the whole sequence.
