@@ -327,8 +327,13 @@ def _masked_fill(reader: MaskReader, node: Node) -> Value | None:
         return base
     if isinstance(base, Choice) and condition == negate(base.condition):
         return Choice(base.condition, base.yes, fill)
-    if isinstance(base, Choice) and negated is not None and fill == base.no:
-        return replace(base, condition=_both(base.condition, negated))
+    if isinstance(base, Choice) and negated is not None:
+        # Filled with the same number twice: what neither condition names is left.
+        flipped = negate(base.condition)
+        if fill == base.yes and flipped is not None:
+            base = Choice(flipped, base.no, base.yes)
+        if fill == base.no:
+            return replace(base, condition=_both(base.condition, negated))
     return None
 
 
