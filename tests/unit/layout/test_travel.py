@@ -92,8 +92,8 @@ def test_a_window_costs_the_same_at_any_length(ring: int) -> None:
             travel = travel_of(Band(0, window - 1), SequenceLayout(kind, ring), length)
             assert travel is not None
             received = [sum(travel.received(rank)) for rank in range(ring)]
-                # The two chunks of the last rank of a zigzag are neighbours.
-                assert max(received) == (window - 1) * (most if ring > 2 else 1)
+            # The two chunks of the last rank of a zigzag are neighbours.
+            assert max(received) == (window - 1) * (most if ring > 2 else 1)
 
 
 def test_more_runs_than_one_lie_one_after_the_other() -> None:
