@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from seqcomp.layout.masks import Mask
@@ -13,7 +15,7 @@ from seqcomp.lowering.ops.base import Op, RankBinding
 from seqcomp.runtime import tensor_parallel
 from seqcomp.runtime.attention import AttentionPlan, Transport, attention
 from seqcomp.runtime.attention.pair_mask import PairMask
-from seqcomp.runtime.attention.tiling import DataTiling
+from seqcomp.runtime.attention.tiling import DataTiling, StaticTiling, Tiling
 from seqcomp.runtime.tokens import Tokens
 
 
@@ -38,14 +40,22 @@ class Attention(Op):
 
         ring, ulysses = comm(rank.ring_axis), comm(rank.ulysses_axis)
         plan = AttentionPlan(self.mask, rank.layout, self.transport, self.scale, self.softcap)
+        parts = rank.layout.ring * (ulysses.size if ulysses else 1)
+
+        @functools.lru_cache(maxsize=4)
+        def rule_on(length: int, device: torch.device) -> StaticTiling:
+            assert self.mask is not None, "neither a mask nor a tiling"
+            return StaticTiling(self.mask, rank.layout, length, device)
 
         def sharded_attention(
             q: Tensor,
             k: Tensor,
             v: Tensor,
-            tiling: DataTiling | None = None,
+            tiling: Tiling | None = None,
             sinks: Tensor | None = None,
         ) -> Tensor:
+            if tiling is None:
+                tiling = rule_on(q.shape[2] * parts, q.device)
             return attention(
                 q, k, v, plan, tiling, sinks, ring=ring, ulysses=ulysses, label=self.label
             )

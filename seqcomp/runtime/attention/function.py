@@ -113,6 +113,7 @@ class _Attention(torch.autograd.Function):
             scale=q.shape[3] ** -0.5 if plan.scale is None else plan.scale,
             softcap=plan.softcap,
             label=label,
+            travel=tiling.travel() if ring_comm is not None else None,
         )
         out, lse = ring.forward(ctx.ring, q, k, v)
         if sinks is not None:

@@ -9,12 +9,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from seqcomp.layout.masks import Mask, Tile, TileTask, tiles
 from seqcomp.layout.sequence import SequenceLayout, slice_ranges
+from seqcomp.layout.travel import Intervals, Travel, travel_of, united
 from seqcomp.runtime.attention.grid import CAUSAL, EMPTY, FULL, PARTIAL, tasks_of
 from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.pair_bounds import bounds
@@ -38,6 +40,10 @@ class Tiling(ABC):
         """What the cotangent [B, H, rows, columns] of one tile's mask gives to `trained`."""
         return ()
 
+    def travel(self) -> Travel | None:
+        """The keys that travel, the same on all ranks of the ring; None: whole blocks do."""
+        return None
+
     @abstractmethod
     def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor | HiddenRows:
         """Of a PARTIAL tile: boolean (True is seen) or additive, broadcastable to
@@ -54,7 +60,20 @@ class StaticTiling(Tiling):
     device: torch.device
 
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
-        return tiles(self.rule, self._ranges(rank), self._ranges(source))
+        if (rank, source) not in self._known:
+            self._known[rank, source] = tiles(self.rule, self._ranges(rank), self._ranges(source))
+        return self._known[rank, source]
+
+    def travel(self) -> Travel | None:
+        return self._travel
+
+    @cached_property
+    def _travel(self) -> Travel | None:
+        return travel_of(self.rule, self.layout, self.length)
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], tuple[TileTask, ...]]:
+        return {}
 
     def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
         q = positions(slice_ranges(self._ranges(rank), task.q_start, task.q_stop), self.device)
@@ -89,16 +108,32 @@ class DataTiling(Tiling):
         self._layout = layout
         self._length = length
         self._tasks: dict[tuple[int, int], tuple[TileTask, ...]] = {}
+        self._blocks: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._best: dict[int, Tensor | None] = {}
-        self._lock = threading.Lock()  # autograd may run backward in other threads
+        self._lock = threading.RLock()  # autograd may run backward in other threads
 
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
         with self._lock:
             if (rank, source) not in self._tasks:
-                if rank not in self._best:
-                    self._best[rank] = self._best_of_hidden(self._positions(rank))
                 self._tasks[rank, source] = self._made(rank, source)
             return self._tasks[rank, source]
+
+    def travel(self) -> Travel | None:
+        with self._lock:
+            return self._travel
+
+    @cached_property
+    def _travel(self) -> Travel | None:
+        """Every rank has all inputs of the mask, so each knows what all others see."""
+        keys, ranks = self._length // self._layout.ring, range(self._layout.ring)
+        block = block_size(keys)
+
+        def seen(rank: int, source: int) -> Intervals:
+            blocks = (~self._classified(rank, source)[0]).any(0).nonzero().flatten().tolist()
+            return united(range(i * block, min((i + 1) * block, keys)) for i in blocks)
+
+        travel = Travel(keys, tuple(tuple(seen(r, source) for source in ranks) for r in ranks))
+        return travel if travel.saves() else None
 
     def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor | HiddenRows:
         rows = slice(task.q_start, task.q_stop)
@@ -126,20 +161,33 @@ class DataTiling(Tiling):
     def _positions(self, rank: int) -> Tensor:
         return positions(self._layout.ring_ranges(self._length, rank), self._device)
 
-    def _made(self, rank: int, source: int) -> tuple[TileTask, ...]:
+    def _classified(self, rank: int, source: int) -> tuple[Tensor, Tensor]:
+        """Which blocks [query blocks, key blocks] are seen by nobody, and which by all."""
+        if (rank, source) not in self._blocks:
+            self._blocks[rank, source] = self._bounded(rank, source)
+        return self._blocks[rank, source]
+
+    def _bounded(self, rank: int, source: int) -> tuple[Tensor, Tensor]:
         q, k = self._positions(rank), self._positions(source)
         block = block_size(len(q))
         grid = bounds(self._mask, self._leaves, q, k, (block, block))
         low, high = grid.low.amin((0, 1)), grid.high.amax((0, 1))
-        if self._mask.additive:
-            empty, full = high <= self._mask.hidden, (low == 0) & (high == 0)
-        else:
-            empty, full = high == 0, low == 1
+        if not self._mask.additive:
+            return high == 0, low == 1
+        empty, full = high <= self._mask.hidden, (low == 0) & (high == 0)
+        if rank not in self._best:
+            self._best[rank] = self._best_of_hidden(q)
         best = self._best[rank]
         if best is not None:
             # All keys count for a row that a finite number hides.
             settled = best.isneginf() | best.isposinf()
-            empty &= _all_per_block(settled.all(0).all(0), block)[:, None]
+            empty = empty & _all_per_block(settled.all(0).all(0), block)[:, None]
+        return empty, full
+
+    def _made(self, rank: int, source: int) -> tuple[TileTask, ...]:
+        q, k = self._positions(rank), self._positions(source)
+        block = block_size(len(q))
+        empty, full = self._classified(rank, source)
         kinds = torch.full(empty.shape, PARTIAL, dtype=torch.int8)
         kinds[empty.cpu()] = EMPTY
         if not self.trained:  # a bias of zeros has a gradient too
