@@ -108,7 +108,7 @@ class DataTiling(Tiling):
         self._layout = layout
         self._length = length
         self._tasks: dict[tuple[int, int], tuple[TileTask, ...]] = {}
-        self._blocks: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
         self._best: dict[int, Tensor | None] = {}
         self._lock = threading.RLock()  # autograd may run backward in other threads
 
@@ -128,11 +128,12 @@ class DataTiling(Tiling):
         keys, ranks = self._length // self._layout.ring, range(self._layout.ring)
         block = block_size(keys)
 
-        def seen(rank: int, source: int) -> Intervals:
-            blocks = (~self._classified(rank, source)[0]).any(0).nonzero().flatten().tolist()
-            return united(range(i * block, min((i + 1) * block, keys)) for i in blocks)
+        def seen(blocks: list[bool]) -> Intervals:
+            runs = (range(i * block, min((i + 1) * block, keys)) for i, s in enumerate(blocks) if s)
+            return united(runs)
 
-        travel = Travel(keys, tuple(tuple(seen(r, source) for source in ranks) for r in ranks))
+        rows = [(~self._classified(rank)[0]).any(0).tolist() for rank in ranks]
+        travel = Travel(keys, tuple(tuple(seen(row[source]) for source in ranks) for row in rows))
         return travel if travel.saves() else None
 
     def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor | HiddenRows:
@@ -161,17 +162,22 @@ class DataTiling(Tiling):
     def _positions(self, rank: int) -> Tensor:
         return positions(self._layout.ring_ranges(self._length, rank), self._device)
 
-    def _classified(self, rank: int, source: int) -> tuple[Tensor, Tensor]:
-        """Which blocks [query blocks, key blocks] are seen by nobody, and which by all."""
-        if (rank, source) not in self._blocks:
-            self._blocks[rank, source] = self._bounded(rank, source)
-        return self._blocks[rank, source]
+    def _classified(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Which blocks [query blocks, ring rank, key blocks] nobody sees, and which all see."""
+        if rank not in self._blocks:
+            self._blocks[rank] = self._bounded(rank)
+        return self._blocks[rank]
 
-    def _bounded(self, rank: int, source: int) -> tuple[Tensor, Tensor]:
-        q, k = self._positions(rank), self._positions(source)
+    def _bounded(self, rank: int) -> tuple[Tensor, Tensor]:
+        q, ring = self._positions(rank), self._layout.ring
         block = block_size(len(q))
+        # The blocks of a rank end with it: the last is filled up with its last position.
+        each = (self._positions(source) for source in range(ring))
+        k = torch.cat([torch.cat((p, p[-1:].expand(-len(p) % block))) for p in each])
         grid = bounds(self._mask, self._leaves, q, k, (block, block))
-        low, high = grid.low.amin((0, 1)), grid.high.amax((0, 1))
+        low, high = (
+            x.unflatten(1, (ring, -1)) for x in (grid.low.amin((0, 1)), grid.high.amax((0, 1)))
+        )
         if not self._mask.additive:
             return high == 0, low == 1
         empty, full = high <= self._mask.hidden, (low == 0) & (high == 0)
@@ -181,13 +187,13 @@ class DataTiling(Tiling):
         if best is not None:
             # All keys count for a row that a finite number hides.
             settled = best.isneginf() | best.isposinf()
-            empty = empty & _all_per_block(settled.all(0).all(0), block)[:, None]
+            empty = empty & _all_per_block(settled.all(0).all(0), block)[:, None, None]
         return empty, full
 
     def _made(self, rank: int, source: int) -> tuple[TileTask, ...]:
         q, k = self._positions(rank), self._positions(source)
         block = block_size(len(q))
-        empty, full = self._classified(rank, source)
+        empty, full = (x[:, source] for x in self._classified(rank))
         kinds = torch.full(empty.shape, PARTIAL, dtype=torch.int8)
         kinds[empty.cpu()] = EMPTY
         if not self.trained:  # a bias of zeros has a gradient too
