@@ -156,7 +156,9 @@ def _leads_to_product(node: Node) -> bool:
         if op_name(node) == "aten.matmul":
             return all(is_tensor(n) and n.meta["val"].ndim == 4 for n in node.args[:2])
         name = op_name(node).removeprefix("aten.").strip("_")
-        if name == "where":
+        if name == "tanh":
+            node = node.args[0]
+        elif name == "where":
             node = node.args[1] if _leads_to_product(node.args[1]) else node.args[2]
         elif name == "tanh" or (name in _STEPS and name != "cat"):
             left = node.args[0]

@@ -184,8 +184,6 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Part of the language, not built yet."),
     ("SC908", "error", "overrides with token_local are not available yet",
      "Part of the language, not built yet."),
-    ("SC909", "error", "overrides with gather are not available yet",
-     "Part of the language, not built yet."),
     ("SC910", "error", "data.gradients: mean is not available yet",
      "Part of the language, not built yet; gradients add up, so divide the loss yourself."),
     ("SC911", "error", "fsdp.mixed_precision is not available yet",

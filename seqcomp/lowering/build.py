@@ -126,6 +126,7 @@ def _lowered(
         findings=[*(f for f in found if f.severity != "error"), *_dropped_cache(request)],
         dump=request.dump / request.name if request.dump is not None else None,
         keep_global=request.keep_global,
+        is_gathered=resolved.is_gathered,
     )
     return run_passes(capture.graph, context, PASSES), context, facts
 

@@ -47,6 +47,7 @@ class LoweringContext:
     findings: list[Diagnostic] = field(default_factory=list)
     dump: Path | None = None
     keep_global: bool = False
+    is_gathered: Callable[[str], bool] = lambda path: False  # modules on the whole sequence
     kept: torch.fx.Graph | None = None
     traced: dict[torch.fx.Node, Traced] = field(default_factory=dict)
     tilings: dict[Any, torch.fx.Node] = field(default_factory=dict)

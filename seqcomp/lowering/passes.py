@@ -44,7 +44,7 @@ _KEEPS = ("aten.expand", "aten.broadcast_to")
 
 def assign_pass(graph: Graph, context: LoweringContext) -> Graph:
     """Placements for every value; changes nothing."""
-    context.placement = assign(context.capture, context.mesh)
+    context.placement = assign(context.capture, context.mesh, context.is_gathered)
     context.findings.extend(context.placement.findings)
     context.findings.extend(
         repeated_work(context.capture, context.mesh, context.placement.decisions)

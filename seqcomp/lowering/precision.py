@@ -31,3 +31,17 @@ def computing_dtype(graph: torch.fx.Graph, parameters: Collection[str]) -> torch
             if dtype.is_floating_point:
                 coarsest = max(coarsest, dtype, key=lambda d: torch.finfo(d).eps)
     return coarsest
+
+
+def rounds_elsewhere(graph: torch.fx.Graph) -> bool:
+    """Whether one device rounds where the compiled module does not: a softmax in fp32 among fp64
+    values, of an attention that is written out.
+    """
+    infos = ((n.meta.get("attention"), n.meta.get("val")) for n in graph.nodes)
+    return any(
+        isinstance(info, AttentionInfo)
+        and info.dtype is not None
+        and isinstance(value, torch.Tensor)
+        and info.dtype != value.dtype
+        for info, value in infos
+    )

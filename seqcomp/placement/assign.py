@@ -9,13 +9,14 @@ global, and no position can be wrong.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from seqcomp.capture.call import BATCH
-from seqcomp.capture.edit import is_tensor, op_name, place_of
+from seqcomp.capture.edit import is_tensor, module_path, op_name, place_of
 from seqcomp.capture.export import Capture
 from seqcomp.capture.kinds import VIEWS, is_pointwise
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, evaluate
@@ -32,6 +33,7 @@ from seqcomp.placement.rule import (
     MeshView,
     Rule,
     gather_all,
+    summed,
     tensor_args,
 )
 from seqcomp.placement.spec import Dim, Factor, Spec, replicated
@@ -51,11 +53,17 @@ class Placement:
     tensor: TensorPlan | None = None
 
 
-def assign(capture: Capture, mesh: MeshView) -> Placement:
-    """Places every value. Raises PlanError for operations that cannot be placed at all."""
+def assign(
+    capture: Capture, mesh: MeshView, is_whole: Callable[[str], bool] = lambda path: False
+) -> Placement:
+    """Places every value. `is_whole(path)`: modules that run on the gathered sequence.
+
+    Raises PlanError for operations that cannot be placed at all.
+    """
     tensor = None
+    whole = {n for n in capture.graph.nodes if n.op == "call_function" and is_whole(module_path(n))}
     if mesh.tensor is not None:
-        tensor = plan_tensor_axis(capture, mesh.tensor, mesh.degrees[mesh.tensor])
+        tensor = plan_tensor_axis(capture, mesh.tensor, mesh.degrees[mesh.tensor], whole)
     env = Env(capture, mesh, {}, tensor=tensor)
     if tensor is not None:
         split_row_biases(capture, tensor)
@@ -63,7 +71,13 @@ def assign(capture: Capture, mesh: MeshView) -> Placement:
     oracle = Oracle(mesh.degrees, capture.hints)
     decisions: dict[Node, Decision] = {}
     weights = _weight_like(capture)
-    memo = DecisionMemo(env, weights)
+    memo = DecisionMemo(env, weights, whole)
+
+    def decide(node: Node) -> Decision:
+        if node in whole:
+            return _decide_whole(node, env, oracle, weights)
+        return _decide(node, env, oracle, weights)
+
     for node in capture.graph.nodes:
         if node.op == "placeholder":
             if is_tensor(node):
@@ -74,7 +88,7 @@ def assign(capture: Capture, mesh: MeshView) -> Placement:
                 source = env.native[node.args[0]]
                 env.native[node] = source[node.args[1]]
                 continue
-            decision = memo.get(node, lambda n: _decide(n, env, oracle, weights))
+            decision = memo.get(node, decide)
             _check(node, decision, env)
             if decision.gathered:
                 env.findings.extend(_gather_finding(node, decision, env))
@@ -161,6 +175,19 @@ def _decide(node: Node, env: Env, oracle: Oracle, weights: set[Node]) -> Decisio
     if even and not decision.gathered:
         decision = replace(decision, gathered=f"{op_name(node)} takes no parts of unequal size")
     return decision
+
+
+def _decide_whole(node: Node, env: Env, oracle: Oracle, weights: set[Node]) -> Decision:
+    """As on a mesh without sequence axes; the batch stays cut."""
+    operands = [n for n in tensor_args(node) if isinstance(env.native[n], Spec)]
+    native: dict[Node, Spec | tuple[Spec, ...]] = {
+        n: summed(env.native[n].without(env.mesh.sequence)) for n in operands
+    }
+    bare = Env(env.capture, env.mesh.without_sequence(), native, findings=env.findings)
+    decision = _decide(node, bare, oracle, weights)
+    if decision.gathered or all(native[n] == env.native[n] for n in operands):
+        return decision
+    return replace(decision, gathered="the plan runs this module on the whole sequence")
 
 
 def _starts_sharding(node: Node, weights: set[Node]) -> bool:

@@ -8,7 +8,7 @@ which is exact and reported (Shoeybi et al., 2019; Korthikanti et al., 2022).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,8 +51,13 @@ class TensorPlan:
     findings: list[Diagnostic] = field(default_factory=list)
 
 
-def plan_tensor_axis(capture: Capture, axis: str, degree: int) -> TensorPlan:
-    """Reads the pairs off a captured graph, in which fused linears are taken apart."""
+def plan_tensor_axis(
+    capture: Capture, axis: str, degree: int, whole: Collection[Node] = ()
+) -> TensorPlan:
+    """Reads the pairs off a captured graph, in which fused linears are taken apart.
+
+    Operations in `whole` run on the gathered sequence, on whole weights.
+    """
     separate_fused(capture)
     plan = TensorPlan(axis, degree)
     linears = [n for n in capture.graph.nodes if is_linear(n, capture)]
@@ -63,8 +68,9 @@ def plan_tensor_axis(capture: Capture, axis: str, degree: int) -> TensorPlan:
         if node not in plan.roles:
             _plan_mlp(plan, capture, node)
     _plan_vocabulary(plan, capture, linears)
+    plan.roles = {node: role for node, role in plan.roles.items() if node not in whole}
     for node in linears:
-        if node not in plan.roles:
+        if node not in plan.roles and node not in whole:
             _not_cut(
                 plan,
                 node,

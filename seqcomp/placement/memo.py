@@ -28,8 +28,9 @@ class DecisionMemo:
     where these are equal, so is the decision.
     """
 
-    def __init__(self, env: Env, weights: Collection[Node]):
+    def __init__(self, env: Env, weights: Collection[Node], whole: Collection[Node]):
         self._env = env
+        self._whole = whole
         self._weights = weights
         self._known: dict[Any, _Template] = {}
 
@@ -63,6 +64,7 @@ class DecisionMemo:
             self._result(node),
             self._env.role(node),
             bool(node.users),
+            node in self._whole,
             replace(info, where="") if isinstance(info, AttentionInfo) else None,
         )
 

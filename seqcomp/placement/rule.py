@@ -25,6 +25,11 @@ class MeshView:
     batch: tuple[str, ...]
     tensor: str | None = None  # the innermost sequence axis, of megatron_sp
 
+    def without_sequence(self) -> MeshView:
+        """The mesh as a module sees it that runs on the whole sequence."""
+        degrees = {a: n for a, n in self.degrees.items() if a not in self.sequence}
+        return MeshView(degrees, (), self.batch)
+
     def degree(self, axes: Iterable[str]) -> int:
         total = 1
         for axis in axes:

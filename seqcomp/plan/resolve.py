@@ -118,6 +118,10 @@ class ResolvedPlan:
                 transport = override.ring.transport
         return transport
 
+    def is_gathered(self, module_path: str) -> bool:
+        """Whether the module at (or around) ``module_path`` runs on the gathered sequence."""
+        return any(o.gather and covers(o.match, module_path) for o in self.plan.overrides)
+
     def input_spec(self, name: str) -> InputSpec | None:
         """What the plan says about an input; None where it is to be inferred."""
         return self.plan.inputs.get(name)

@@ -44,7 +44,6 @@ NOT_AVAILABLE: tuple[tuple[str, Callable[[Plan], list[Path]]], ...] = (
     ("SC906", _option("memory", "loss_chunks", 1)),
     ("SC907", _option("memory", "offload", "none")),
     ("SC908", _override("token_local")),
-    ("SC909", _override("gather")),
     ("SC910", _option("data", "gradients", "sum")),
     ("SC911", _option("fsdp", "mixed_precision", "none")),
     ("SC912", _option("fsdp", "offload", "none")),

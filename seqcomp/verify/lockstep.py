@@ -34,6 +34,7 @@ def lockstep(
     timeout: float = 60.0,
     device: torch.device | None = None,
     keep_global: bool = False,
+    prepare: bool = False,
 ) -> list[T]:
     """`fn(compiled, context, local_inputs)` on every rank of `plan`; results in order of rank.
 
@@ -43,6 +44,8 @@ def lockstep(
     they have no batch dim (the plan's `inputs`; by default the first dim is the batch).
     timeout: seconds that a rank waits for another.
     keep_global: programs keep their global graph.
+    prepare: `inputs` are the arguments of a call, and weights that are cut before the first call
+    are cut for it; otherwise such a call is made up where the model's signature is known.
 
     Raises the first rank's failure (PlanError for an illegal plan).
     """
@@ -60,8 +63,7 @@ def lockstep(
             resolved,
             context,
             cache=cache,
-            # Weights are cut before the first call: these are sizes that it can be cut for.
-            example_inputs=local if local and resolved.tensor_size > 1 else None,
+            example_inputs=local if prepare and resolved.tensor_size > 1 else None,
             keep_global=keep_global,
         )
         try:

@@ -16,7 +16,7 @@ from seqcomp.capture.facts import makes_cache
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.lowering.ops import Place
 from seqcomp.lowering.parameters import Cut
-from seqcomp.lowering.precision import computing_dtype
+from seqcomp.lowering.precision import computing_dtype, rounds_elsewhere
 from seqcomp.verify.parts import Share
 
 ModelFn = Callable[[], nn.Module]
@@ -48,6 +48,7 @@ class RankObservation:
     seen: Observation
     findings: tuple[str, ...]
     precision: torch.dtype
+    rounds_elsewhere: bool
 
 
 def seeded(model_fn: ModelFn) -> nn.Module:
@@ -98,6 +99,7 @@ def observe_rank(
         seen=seen,
         findings=tuple(str(finding) for finding in program.findings),
         precision=computing_dtype(program.flat, program.capture.parameters),
+        rounds_elsewhere=rounds_elsewhere(program.flat),
     )
 
 

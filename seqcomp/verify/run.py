@@ -103,6 +103,8 @@ class Verification:
         del model
         ranks = self._on_ranks(resolved, Observe(single.shapes), "ranks", keep_global=False)
         precision = max((r.precision for r in ranks), key=lambda d: torch.finfo(d).eps)
+        if ranks[0].rounds_elsewhere:
+            weights = precision
         tolerance = tolerance_for(precision, weights or torch.float32)
         truth = self._in_fp64(resolved) if precision in HALF else single
         self._step("comparing")
@@ -171,6 +173,7 @@ class Verification:
             inputs=self._inputs_fn(),
             timeout=self._timeout,
             keep_global=keep_global,
+            prepare=True,
         )
 
     def _in_fp64(self, resolved: ResolvedPlan) -> Observation:

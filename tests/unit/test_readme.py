@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from math import prod
@@ -49,9 +50,15 @@ SHOWN = re.findall(
 def test_the_command_line_prints_what_the_readme_shows(
     tmp_path: Path, command: str, printed: str
 ) -> None:
-    done = run(tmp_path, "-m", "seqcomp", *command.split())
-    assert done.stdout + done.stderr == printed
+    done = run(tmp_path, "-m", "seqcomp", *shlex.split(command))
+    assert without_errors(done.stdout + done.stderr) == without_errors(printed)
     assert done.returncode == int("error" in printed)
+
+
+def without_errors(text: str) -> str:
+    """Rounding differs between machines; that it is rounding does not."""
+    assert not re.search(r"e-0[1-6]|e\+0[1-9]", text), text
+    return re.sub(r"\d\.\d\de[-+]\d\d.*", "#", text)
 
 
 def test_all_uses_of_the_command_line_are_tested() -> None:
