@@ -32,6 +32,7 @@ def canonicalise(capture: Capture) -> Capture:
         drop_asserts_pass,
         filled_buffers_pass,
         functional_pass,
+        broadcasts_pass,
         drop_identities_pass,
         linears_pass,
         refuse_random_pass,
@@ -152,6 +153,23 @@ def _submodule(graph: torch.fx.Graph, node: Node) -> torch.fx.GraphModule:
 
 
 _RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
+
+
+def broadcasts_pass(capture: Capture) -> None:
+    """broadcast_tensors(a, b), which losses begin with, is an expand of each."""
+    editor = Editor(capture)
+    for node in list(capture.graph.nodes):
+        if node.op != "call_function" or op_name(node) != "aten.broadcast_tensors":
+            continue
+        for user in list(node.users):
+            source = node.args[0][user.args[1]]
+            whole = next((n for n in node.args[0] if capture.shape(n) == capture.shape(user)), None)
+            if capture.shape(source) == capture.shape(user):
+                editor.replace(user, source)
+            elif whole is not None:
+                editor.replace(
+                    user, editor.call(aten.expand_as.default, (source, whole), before=user)
+                )
 
 
 def drop_identities_pass(capture: Capture) -> None:

@@ -160,7 +160,7 @@ def _leads_to_product(node: Node) -> bool:
             node = node.args[0]
         elif name == "where":
             node = node.args[1] if _leads_to_product(node.args[1]) else node.args[2]
-        elif name == "tanh" or (name in _STEPS and name != "cat"):
+        elif name in _STEPS and name != "cat":
             left = node.args[0]
             other = node.args[1] if len(node.args) > 1 else None
             swap = name == "add" and is_tensor(other) and not _leads_to_product(left)

@@ -201,6 +201,8 @@ def _is_owned(node: Node) -> bool:
         source = node.args[0]
         if not isinstance(source, Node) or len(source.users) > 1:
             return False
+        if node.target is operator.getitem and not _is_view(source):
+            return False  # it hides what its results share
         node = source
     return node.op == "call_function"
 
