@@ -64,9 +64,8 @@ def _filled(capture: Capture, editor: Editor, buffer: Node) -> None:
     new = editor.call(aten.cat.default, (values, dim), before=last)
     for copy in copies:
         capture.graph.erase_node(copy)
-    for part in parts:
-        capture.graph.erase_node(part)
-    editor.replace(buffer, new)
+    for reader in readers:
+        reader.replace_input_with(buffer, new)
 
 
 def _as_part(capture: Capture, editor: Editor, copy: Node, part: Node, before: Node) -> Node:
@@ -92,20 +91,17 @@ def functional_pass(capture: Capture) -> None:
         if op_name(node) in DROPOUTS:
             continue
         base = node.args[0]
-        if op_name(node) == "aten.copy_" and _copy_whole(capture, editor, node):
-            continue
         if _write_part(capture, editor, node):
             continue
-        plain = getattr(aten, schema.name.removeprefix("aten::").rstrip("_"), None)
-        overload = getattr(plain, node.target._overloadname, None) if plain else None
         later = _later_users(base, node) if isinstance(base, Node) else []
+        new = None
         if (
-            overload is None
-            or not schema.name.endswith("_")
-            or not isinstance(base, Node)
-            or not _is_owned(base)
-            or any(_may_alias(user) for user in base.users if user not in (node, *later))
+            isinstance(base, Node)
+            and _is_owned(base)
+            and not any(_may_alias(user) for user in base.users if user not in (node, *later))
         ):
+            new = _plain(capture, editor, node)
+        if new is None:
             raise PlanError(
                 [
                     diagnostic(
@@ -117,34 +113,9 @@ def functional_pass(capture: Capture) -> None:
                     )
                 ]
             )
-        new = editor.call(overload, node.args, node.kwargs, before=node)
-        dtype = base.meta["val"].dtype
-        if new.meta["val"].dtype != dtype:  # the result is written into the narrower operand
-            new = editor.call(aten.to.dtype, (new, dtype), before=node)
         for user in later:
             user.replace_input_with(base, new)
         editor.replace(node, new)
-
-
-def _copy_whole(capture: Capture, editor: Editor, node: Node) -> bool:
-    """x.copy_(y) of the same shape makes every later x the value of y; False for other copies."""
-    base, value = node.args[:2]
-    if not (is_tensor(base) and is_tensor(value) and _is_owned(base)):
-        return False
-    later = _later_users(base, node)
-    if capture.shape(base) != capture.shape(value):
-        return False
-    if any(_may_alias(user) for user in base.users if user not in (node, *later)):
-        return False
-    dtype = base.meta["val"].dtype
-    if value.meta["val"].dtype == dtype:
-        new = editor.call(aten.clone.default, (value,), before=node)
-    else:
-        new = editor.call(aten.to.dtype, (value, dtype), before=node)
-    for user in later:
-        user.replace_input_with(base, new)
-    editor.replace(node, new)
-    return True
 
 
 def _write_part(capture: Capture, editor: Editor, node: Node) -> bool:
@@ -160,7 +131,7 @@ def _write_part(capture: Capture, editor: Editor, node: Node) -> bool:
         known = {node, *chain, *later[item]}
         if any(_is_read(user, node, order) for user in item.users if user not in known):
             return False
-    new = _written(capture, editor, node)
+    new = _plain(capture, editor, node)
     if new is None:
         return False
     node.replace_all_uses_with(new)
@@ -175,14 +146,24 @@ def _write_part(capture: Capture, editor: Editor, node: Node) -> bool:
     return True
 
 
-def _written(capture: Capture, editor: Editor, node: Node) -> Node | None:
-    """The value of what the in-place operation `node` writes to, afterwards."""
+def _plain(capture: Capture, editor: Editor, node: Node) -> Node | None:
+    """The value of what the in-place operation `node` writes to, afterwards; None if unknown."""
     base, name = node.args[0], op_name(node)
     if name == "aten.copy_" or (name == "aten.fill_" and is_tensor(node.args[1])):
-        return _as_part(capture, editor, node, base, node)
+        value = _as_part(capture, editor, node, base, node)
+        return editor.call(aten.clone.default, (value,), before=node)
     if name == "aten.fill_":
         return editor.call(aten.full_like.default, (base, node.args[1]), before=node)
-    return None
+    schema = node.target._schema
+    plain = getattr(aten, schema.name.removeprefix("aten::").rstrip("_"), None)
+    overload = getattr(plain, node.target._overloadname, None) if plain else None
+    if overload is None or not schema.name.endswith("_"):
+        return None
+    new = editor.call(overload, node.args, node.kwargs, before=node)
+    dtype = base.meta["val"].dtype
+    if new.meta["val"].dtype != dtype:  # the result is written into the narrower operand
+        new = editor.call(aten.to.dtype, (new, dtype), before=node)
+    return new
 
 
 def _is_read(view: Node, write: Node, order: Mapping[Node, int]) -> bool:

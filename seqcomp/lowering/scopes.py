@@ -66,11 +66,14 @@ class ScopeBuilder:
         return self._piece((), "", placed, list(inputs), self._graph.output_node().args[0])
 
     def _key(self, node: Node) -> Key:
+        """Calls that the node is below; a module that is not below its caller has no piece."""
         levels = scope_of(node.meta.get("nn_module_stack") or {})
         key: Key = ()
+        caller = ""
         for name, path in levels:
-            key = (*key, name)
-            self._paths[key] = path
+            if path.startswith(f"{caller}." if caller else ""):
+                key, caller = (*key, name), path
+                self._paths[key] = path
         return key
 
     def _dissolve(self, placed: dict[Node, Key]) -> None:
