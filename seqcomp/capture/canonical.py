@@ -16,7 +16,8 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
 from seqcomp.capture.export import Capture
-from seqcomp.capture.kinds import VIEWS, is_pointwise
+from seqcomp.capture.functional import filled_buffers_pass, functional_pass
+from seqcomp.capture.kinds import DROPOUTS, VIEWS, is_pointwise
 from seqcomp.capture.linears import linears_pass
 from seqcomp.capture.losses import mean_loss_pass, shift_labels_pass
 from seqcomp.diagnostics import PlanError, diagnostic
@@ -29,7 +30,9 @@ def canonicalise(capture: Capture) -> Capture:
     for step in (
         inline_regions_pass,
         drop_asserts_pass,
+        filled_buffers_pass,
         functional_pass,
+        broadcasts_pass,
         drop_identities_pass,
         linears_pass,
         refuse_random_pass,
@@ -149,93 +152,24 @@ def _submodule(graph: torch.fx.Graph, node: Node) -> torch.fx.GraphModule:
     return graph.owning_module.get_submodule(str(node.target))
 
 
-def functional_pass(capture: Capture) -> None:
-    """x.op_(y) becomes x.op(y) where nothing else can see the change; otherwise refused."""
+_RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
+
+
+def broadcasts_pass(capture: Capture) -> None:
+    """broadcast_tensors(a, b), which losses begin with, is an expand of each."""
     editor = Editor(capture)
     for node in list(capture.graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or op_name(node) != "aten.broadcast_tensors":
             continue
-        schema = node.target._schema
-        if not schema.is_mutable:
-            continue
-        if op_name(node) in _DROPOUTS:
-            continue
-        base = node.args[0]
-        if op_name(node) == "aten.copy_" and _copy_whole(capture, editor, node):
-            continue
-        plain = getattr(aten, schema.name.removeprefix("aten::").rstrip("_"), None)
-        overload = getattr(plain, node.target._overloadname, None) if plain else None
-        later = _later_users(base, node) if isinstance(base, Node) else []
-        if (
-            overload is None
-            or not schema.name.endswith("_")
-            or not isinstance(base, Node)
-            or base.op == "placeholder"
-            or _may_alias(base)
-            or any(_may_alias(user) for user in base.users if user is not node)
-        ):
-            raise PlanError(
-                [
-                    diagnostic(
-                        "SC307",
-                        where=place_of(node),
-                        found=f"the in-place operation {node.target}",
-                        legal="in-place operations on values that nothing else aliases",
-                        help="use the out-of-place form",
-                    )
-                ]
-            )
-        new = editor.call(overload, node.args, node.kwargs, before=node)
-        dtype = base.meta["val"].dtype
-        if new.meta["val"].dtype != dtype:  # the result is written into the narrower operand
-            new = editor.call(aten.to.dtype, (new, dtype), before=node)
-        for user in later:
-            user.replace_input_with(base, new)
-        editor.replace(node, new)
-
-
-def _copy_whole(capture: Capture, editor: Editor, node: Node) -> bool:
-    """x.copy_(y) of the same shape makes every later x the value of y; False for other copies."""
-    base, value = node.args[:2]
-    if not (is_tensor(base) and is_tensor(value)) or base.op == "placeholder":
-        return False
-    if capture.shape(base) != capture.shape(value) or _may_alias(base):
-        return False
-    if any(_may_alias(user) for user in base.users if user is not node):
-        return False
-    dtype = base.meta["val"].dtype
-    if value.meta["val"].dtype == dtype:
-        new = editor.call(aten.clone.default, (value,), before=node)
-    else:
-        new = editor.call(aten.to.dtype, (value, dtype), before=node)
-    for user in _later_users(base, node):
-        user.replace_input_with(base, new)
-    editor.replace(node, new)
-    return True
-
-
-def _later_users(base: Node, node: Node) -> list[Node]:
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    return [user for user in base.users if order[user] > order[node]]
-
-
-def _is_view(node: Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and any(
-        r.alias_info is not None for r in target._schema.returns
-    )
-
-
-_DROPOUTS = ("aten.dropout", "aten.dropout_", "aten.feature_dropout", "aten.feature_dropout_")
-_RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
-_MAY_RETURN_INPUT = ("aten.to", "aten.contiguous", "aten.reshape", "aten.dropout", "aten.type_as")
-
-
-def _may_alias(node: Node) -> bool:
-    """Whether a value may share memory with an operand (parts of a split do, through getitem)."""
-    if node.target is operator.getitem:
-        return True
-    return _is_view(node) or (node.op == "call_function" and op_name(node) in _MAY_RETURN_INPUT)
+        for user in list(node.users):
+            source = node.args[0][user.args[1]]
+            whole = next((n for n in node.args[0] if capture.shape(n) == capture.shape(user)), None)
+            if capture.shape(source) == capture.shape(user):
+                editor.replace(user, source)
+            elif whole is not None:
+                editor.replace(
+                    user, editor.call(aten.expand_as.default, (source, whole), before=user)
+                )
 
 
 def drop_identities_pass(capture: Capture) -> None:
@@ -261,7 +195,7 @@ def _is_identity(capture: Capture, node: Node, source: Node) -> bool:
         return same and not argument(node, 3, "copy", False)
     if name in ("aten.expand", "aten.slice"):
         return capture.shape(node) == capture.shape(source)
-    if name in _DROPOUTS:
+    if name in DROPOUTS:
         return not node.args[2] or node.args[1] == 0.0
     return False
 
@@ -278,7 +212,7 @@ def refuse_random_pass(capture: Capture) -> None:
         if node.op != "call_function":
             continue
         target = node.target
-        if op_name(node) in _DROPOUTS:
+        if op_name(node) in DROPOUTS:
             found.append((node, "SC913", f"dropout p={node.args[1]} in train mode"))
         elif (
             op_name(node) == "aten.scaled_dot_product_attention"

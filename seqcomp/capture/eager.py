@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
@@ -78,6 +79,8 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
     if shape_q[:2] != shape_k[:2] or capture.shape(v)[:3] != shape_k[:3]:
         return None
     mask = _sum_of(capture, walked.masks, before=product)
+    if q.meta["val"].dtype != v.meta["val"].dtype:
+        product, q, k, v = _one_dtype(capture, product, q, k, v)
     return Written(
         out=product,
         q=q,
@@ -89,6 +92,23 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
         sinks=walked.sinks,
         dtype=softmax.meta["val"].dtype,
     )
+
+
+def _one_dtype(
+    capture: Capture, product: Node, q: Node, k: Node, v: Node
+) -> tuple[Node, Node, Node, Node]:
+    """Scores in another dtype than the values (fp32 among bf16): all of it in the wider one."""
+    editor = Editor(capture)
+    own = product.meta["val"].dtype
+    wide = torch.promote_types(q.meta["val"].dtype, v.meta["val"].dtype)
+    weights, q, k, v = (
+        n if n.meta["val"].dtype == wide else editor.call(aten.to.dtype, (n, wide), before=product)
+        for n in (product.args[0], q, k, v)
+    )
+    new = editor.call(product.target, (weights, v), before=product)
+    back = new if wide == own else editor.call(aten.to.dtype, (new, own), before=product)
+    editor.replace(product, back)
+    return new, q, k, v
 
 
 def _scores(capture: Capture, node: Node, softmax: Node) -> _Scores | None:
@@ -151,33 +171,33 @@ def _leads_to_product(node: Node) -> bool:
 
 
 def _times(capture: Capture, state: _Scores) -> bool:
-    return _scaled(state, lambda x: x)
+    return _scaled(capture, state, lambda x: x)
 
 
 def _divided(capture: Capture, state: _Scores) -> bool:
     if argument(state.node, 2, "rounding_mode") is not None:
         return False
-    return _scaled(state, lambda x: 1.0 / x)
+    return _scaled(capture, state, lambda x: 1.0 / x)
 
 
-def _scaled(state: _Scores, factor: Callable[[float], float]) -> bool:
-    number = _number(state.node.args[1])
+def _scaled(capture: Capture, state: _Scores, factor: Callable[[float], float]) -> bool:
+    number = _number(capture, state.node.args[1])
     if number is None or number == 0:
         return False
     source = state.node.args[0]
     if is_tensor(source) and op_name(source) == "aten.tanh" and state.scale == 1.0:
-        return not state.softcap and _capped(state, factor(number), source)
+        return not state.softcap and _capped(capture, state, factor(number), source)
     state.scale *= factor(number)
     state.node = source
     return True
 
 
-def _capped(state: _Scores, cap: float, tanh: Node) -> bool:
+def _capped(capture: Capture, state: _Scores, cap: float, tanh: Node) -> bool:
     """c tanh(s / c)"""
     inner = tanh.args[0]
     if not is_tensor(inner) or len(tanh.users) > 1:
         return False
-    number = _number(inner.args[1]) if len(inner.args) > 1 else None
+    number = _number(capture, inner.args[1]) if len(inner.args) > 1 else None
     divided = op_name(inner) == "aten.div" and number == cap
     times = op_name(inner) == "aten.mul" and number is not None and math.isclose(number * cap, 1.0)
     if cap <= 0 or not (divided or times):
@@ -186,7 +206,7 @@ def _capped(state: _Scores, cap: float, tanh: Node) -> bool:
     return True
 
 
-def _number(item: object) -> float | None:
+def _number(capture: Capture, item: object) -> float | None:
     if isinstance(item, bool):
         return None
     if isinstance(item, int | float):
@@ -194,21 +214,34 @@ def _number(item: object) -> float | None:
     if isinstance(item, Node) and op_name(item) in ("aten.scalar_tensor", "aten.full"):
         value = item.args[-1]
         return float(value) if isinstance(value, int | float) else None
-    return None
+    return _constant(capture, item) if isinstance(item, Node) else None
+
+
+def _constant(capture: Capture, node: Node) -> float | None:
+    """torch.tensor(number), which a capture lifts out of the code."""
+    while node.op == "call_function" and op_name(node) in _COPIES:
+        node = node.args[0]
+    value = capture.constants.get(capture.state.get(node.name, ""))
+    if value is None or value.numel() != 1 or isinstance(value, FakeTensor) or value.is_meta:
+        return None
+    return float(value)
+
+
+_COPIES = ("aten.detach", "aten.alias", "aten.clone", "aten.lift_fresh", "aten.to")
 
 
 def _filled(capture: Capture, state: _Scores) -> bool:
     """masked_fill(scores, hidden, lowest)"""
     scores, hidden, value = state.node.args[:3]
-    return _choice(capture, state, hidden, scores, _number(value), is_hidden=True)
+    return _choice(capture, state, hidden, scores, _number(capture, value), is_hidden=True)
 
 
 def _where(capture: Capture, state: _Scores) -> bool:
     condition, yes, no = state.node.args[:3]
     if is_tensor(yes) and _leads_to_product(yes):
-        return _choice(capture, state, condition, yes, _number(no), is_hidden=False)
+        return _choice(capture, state, condition, yes, _number(capture, no), is_hidden=False)
     if is_tensor(no):
-        return _choice(capture, state, condition, no, _number(yes), is_hidden=True)
+        return _choice(capture, state, condition, no, _number(capture, yes), is_hidden=True)
     return False
 
 

@@ -97,7 +97,7 @@ def export_call(
             refuse_kept_values(module),
             _named_keywords(module, kwargs),
             _quiet(),
-            refuse_hidden_gradients(),
+            refuse_hidden_gradients(module),
             torch.autograd.graph.saved_tensors_hooks(_same, _same),
         ):
             exported = torch.export.export(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -104,7 +104,10 @@ def example_call(module: torch.nn.Module, length: int = 32, batch: int = 2) -> d
     return {name: torch.empty((batch, length), dtype=torch.long, device=device)}
 
 
-def makes_cache(module: torch.nn.Module) -> bool:
-    """Whether the model would make a KV cache by its own default (transformers)."""
-    takes = "use_cache" in signature_of(module.forward).parameters
+def makes_cache(module: torch.nn.Module, forward: Callable[..., Any] | None = None) -> bool:
+    """Whether the model would make a KV cache by its own default (transformers).
+
+    forward: the module's own, where it has been replaced.
+    """
+    takes = "use_cache" in signature_of(forward or module.forward).parameters
     return takes or bool(getattr(getattr(module, "config", None), "use_cache", False))

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from seqcomp.diagnostics import PlanError, diagnostic
 
 
 @contextlib.contextmanager
-def refuse_hidden_gradients() -> Iterator[None]:
-    """Raises PlanError SC302 from inside the traced forward, on this thread only."""
+def refuse_hidden_gradients(root: torch.nn.Module) -> Iterator[None]:
+    """Raises PlanError SC302 from inside the traced forward of `root`, on this thread only."""
+    paths = {id(module): path for path, module in root.named_modules()}
     here = threading.get_ident()
     module = torch.autograd.function
     question, register = module._is_setup_context_defined, torch.Tensor.register_hook
@@ -32,6 +33,7 @@ def refuse_hidden_gradients() -> Iterator[None]:
         values = (given.get("args"), given.get("kwargs"))
         if threading.get_ident() == here and _differentiates(values):
             raise _error(
+                _running(paths),
                 f"autograd.Function {given['cls'].__qualname__}",
                 "operations that autograd differentiates itself",
                 "write the forward with plain operations (torch.utils.checkpoint: "
@@ -42,6 +44,7 @@ def refuse_hidden_gradients() -> Iterator[None]:
     def watched_register(self: torch.Tensor, hook: Any) -> Any:
         if threading.get_ident() == here:
             raise _error(
+                _running(paths),
                 "Tensor.register_hook inside the forward",
                 "no hooks on intermediate values",
                 "register hooks on parameters, outside of the forward",
@@ -158,7 +161,16 @@ def _differentiates(values: Any) -> bool:
     )
 
 
-def _error(found: str, legal: str, help_text: str) -> PlanError:
-    return PlanError(
-        [diagnostic("SC302", where="the model's forward", found=found, legal=legal, help=help_text)]
-    )
+def _running(paths: Mapping[int, str]) -> str:
+    """Path of the module whose forward the caller's caller runs in."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = paths.get(id(frame.f_locals.get("self")))
+        if path is not None:
+            return path or "the model's forward"
+        frame = frame.f_back
+    return "the model's forward"
+
+
+def _error(where: str, found: str, legal: str, help_text: str) -> PlanError:
+    return PlanError([diagnostic("SC302", where=where, found=found, legal=legal, help=help_text)])

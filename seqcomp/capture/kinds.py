@@ -17,6 +17,8 @@ VIEWS = frozenset(
     )
 )  # fmt: skip
 
+DROPOUTS = ("aten.dropout", "aten.dropout_", "aten.feature_dropout", "aten.feature_dropout_")
+
 # Element-wise in fact though not tagged so.
 _UNTAGGED = {
     "aten.__and__", "aten.__or__", "aten.__xor__", "aten.to", "aten.type_as", "aten.contiguous",

@@ -96,8 +96,8 @@ def recognise_attention(capture: Capture, module: torch.nn.Module) -> tuple[Atte
 
     reader = MaskReader(capture, constant)
     pairs = PairReader(capture, reader)
-    order = {node: i for i, node in enumerate(capture.graph.nodes)}
     written = [*_fused(capture), *find_eager(capture)]
+    order = {node: i for i, node in enumerate(capture.graph.nodes)}
     found = [
         _rewrite(capture, reader, pairs, item)
         for item in sorted(written, key=lambda w: order[w.out])

@@ -66,11 +66,14 @@ class ScopeBuilder:
         return self._piece((), "", placed, list(inputs), self._graph.output_node().args[0])
 
     def _key(self, node: Node) -> Key:
+        """Calls that the node is below; a module that is not below its caller has no piece."""
         levels = scope_of(node.meta.get("nn_module_stack") or {})
         key: Key = ()
+        caller = ""
         for name, path in levels:
-            key = (*key, name)
-            self._paths[key] = path
+            if path.startswith(f"{caller}." if caller else ""):
+                key, caller = (*key, name), path
+                self._paths[key] = path
         return key
 
     def _dissolve(self, placed: dict[Node, Key]) -> None:
@@ -101,12 +104,14 @@ class ScopeBuilder:
             for depth in range(len(key) + 1):
                 self._members.setdefault(key[:depth], []).append(node)
 
-    @staticmethod
-    def _lift(children: Iterable[Key], depth: int, placed: dict[Node, Key]) -> None:
+    def _lift(self, children: Iterable[Key], depth: int, placed: dict[Node, Key]) -> None:
+        """Takes the level `depth` out of the keys of `children`; what is below it stays."""
         gone = set(children)
         for node, key in placed.items():
             if key[: depth + 1] in gone:
-                placed[node] = (*key[:depth], *key[depth + 1 :])
+                placed[node] = new = (*key[:depth], *key[depth + 1 :])
+                for below in range(depth + 1, len(key)):
+                    self._paths[new[:below]] = self._paths[key[: below + 1]]
 
     def _items(self, scope: Key, placed: Mapping[Node, Key]) -> nx.DiGraph:
         """Direct nodes and child calls of a scope, with their dependencies."""

@@ -67,7 +67,8 @@ def snapshot(graph: Graph, context: LoweringContext) -> Snapshot | None:
     if context.kept is None:
         return None
     capture = context.capture
-    alive = {node for node in graph.nodes if node.op != "output"}
+    # A tied parameter has a placeholder for each of its names, and one of them is used.
+    alive = {node for node in graph.nodes if node.op == "call_function" or node.users}
     known = {node.name for node in context.kept.nodes}
     return Snapshot(
         graph=context.kept,

@@ -51,9 +51,10 @@ class TraceValues:
         if context.rank:
             return traced
         # The call of the whole batch flattens to the same leaves in the same order.
+        forward = original_forward(model)
         call = bind_call(
-            signature_of(original_forward(model)), (), dict(self.inputs_fn()),
-            where=type(model).__name__, stateless=makes_cache(model),
+            signature_of(forward), (), dict(self.inputs_fn()),
+            where=type(model).__name__, stateless=makes_cache(model, forward),
         )  # fmt: skip
         axes = tuple(a for a, n in resolved.axes.items() if n > 1)
         whole = trace_whole(program, self.model_fn, call.leaves, self.shapes, axes)

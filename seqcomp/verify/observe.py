@@ -95,12 +95,19 @@ def observe_rank(
         rank=rank,
         place=compiled.binding(program).place(),
         share=share,
-        cuts=dict(program.cuts),
+        cuts=_by_every_name(model, program.cuts),
         seen=seen,
         findings=tuple(str(finding) for finding in program.findings),
         precision=computing_dtype(program.flat, program.capture.parameters),
         rounds_elsewhere=rounds_elsewhere(program.flat),
     )
+
+
+def _by_every_name(model: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+    """`cuts` names a tied parameter once, by any of its names."""
+    by_tensor = {id(model.get_parameter(name)): cut for name, cut in cuts.items()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: by_tensor[id(p)] for name, p in named if id(p) in by_tensor}
 
 
 def named_outputs(out: Any) -> dict[str, Any]:

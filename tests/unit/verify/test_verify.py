@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -63,6 +64,20 @@ def test_every_value_and_cotangent_of_right_plans_agrees(plan) -> None:
     assert compute <= set(whole.trace.gradients)
     # Redistributions are compared too.
     assert any(traced.moved for traced in whole.traced.values())
+
+
+def test_tied_and_unevenly_cut_weights_are_compared_by_all_of_their_names() -> None:
+    tied = partial(build, Spec(tied=True))
+    shapes = {n: tuple(x.shape) for n, x in tied()(**inputs()).items()}
+    report = seqcomp.verify(tied, plans.megatron(2), inputs_fn=inputs)
+    assert report.ok, str(report)
+    job = TraceValues(shapes, tied, inputs)
+    ranks = lockstep(
+        partial(seeded, tied), plans.megatron(2), job, inputs=inputs(), keep_global=True
+    )
+    whole = ranks[0].whole
+    assert whole is not None
+    assert first_divergence(ranks, whole, 1e-9) is None
 
 
 def _no_sum(monkeypatch: pytest.MonkeyPatch) -> None:

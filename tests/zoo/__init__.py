@@ -1,0 +1,1 @@
+"""Model architectures under every strategy: what is exact and what is refused."""
