@@ -30,7 +30,7 @@ def logits_of(kind: str, plan: Plan, batch: dict[str, Tensor]) -> Tensor:
     def step(model: nn.Module, context: RankContext, local: dict[str, Any]) -> Tensor:
         return model(**local)["logits"].detach()
 
-    return lockstep(lambda: build_kind(kind), plan, step, inputs=batch)[0]
+    return lockstep(lambda: build_kind(kind), plan, step, inputs=batch, prepare=True)[0]
 
 
 def test_control_a_mask_that_is_dropped_is_seen() -> None:
@@ -52,7 +52,7 @@ def test_documents_equal_one_device(kind: str, plan: Plan) -> None:
         gradient, _ = compare_grads(want.gradients, whole_gradients(model, context), FP64)
         return max(gradient, value_distance(want.logits, out["logits"], FP64))
 
-    distances = lockstep(lambda: build_kind(kind), plan, step, inputs=batch)
+    distances = lockstep(lambda: build_kind(kind), plan, step, inputs=batch, prepare=True)
     assert max(distances) <= 1
 
 

@@ -55,7 +55,7 @@ def distance(kind: str, plan: Plan, dtype: torch.dtype, tolerance: Tolerance, **
         gradient, _ = compare_grads(want.gradients, found, tolerance)
         return max(gradient, value_distance(want.logits, out["logits"], tolerance))
 
-    return max(lockstep(lambda: build_kind(kind, dtype), plan, step, inputs=batch))
+    return max(lockstep(lambda: build_kind(kind, dtype), plan, step, inputs=batch, prepare=True))
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=plans.name)

@@ -132,7 +132,7 @@ def _codes(masks: dict[str, MaskFn], **shape: Any) -> dict[str, list[str]]:
         return codes
 
     plan = plans.ring(2, "zigzag")
-    return lockstep(build_masked(masks), plan, step, inputs=masked_inputs(**shape))[0]
+    return lockstep(build_masked(masks), plan, step, inputs=masked_inputs(**shape), prepare=True)[0]
 
 
 def test_what_has_structure_is_never_a_square() -> None:

@@ -86,7 +86,7 @@ def train(make: Callable[[], nn.Module], plan: plans.Plan, batch: dict[str, Any]
         distances = value_distance(want.loss, loss, FP64_WITH_FP32_INSIDE), gradient
         return max(distances), report, sent
 
-    return lockstep(lambda: build(make), plan, step, inputs=batch)
+    return lockstep(lambda: build(make), plan, step, inputs=batch, prepare=True)
 
 
 PLANS = [
