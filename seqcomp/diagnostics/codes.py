@@ -160,6 +160,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "No one cut of it suits its uses: work and traffic are divided, its memory is not."),
     ("SC407", "note", "an attention mask is held whole",
      "It is not made of vectors over the tokens: every rank holds all pairs."),
+    ("SC411", "note", "heads are padded for ulysses",
+     "The degree does not divide them: ranks compute heads of zeros, or share KV heads unevenly."),
     # --- calls and ranks ------------------------------------------------------------------
     ("SC501", "error", "an argument is missing", "The model's forward requires it."),
     ("SC502", "error", "an unknown argument", "The model's forward does not take it."),
@@ -174,8 +176,6 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
     # --- not available yet ----------------------------------------------------------------
     ("SC901", "error", "fsdp is not available yet", "Part of the language, not built yet."),
     ("SC903", "error", "padding: pad is not available yet", "Part of the language, not built yet."),
-    ("SC904", "error", "ulysses.pad_heads is not available yet",
-     "Part of the language, not built yet."),
     ("SC905", "error", "memory.checkpoint is not available yet",
      "Part of the language, not built yet; torch.utils.checkpoint can be used by hand."),
     ("SC906", "error", "memory.loss_chunks is not available yet",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from seqcomp.diagnostics import Diagnostic, diagnostic
+from seqcomp.layout.heads import head_map
 from seqcomp.plan.axes import degree, owned_axes
 from seqcomp.plan.facts import ModelFacts
 from seqcomp.plan.legality import (
@@ -51,11 +52,9 @@ def tensor_heads_fit(plan: Plan, facts: ModelFacts) -> Found:
 
 
 def ulysses_heads_fit(plan: Plan, facts: ModelFacts) -> Found:
-    """SC201, SC202, SC403: whole heads per rank after the all-to-all."""
-    ulysses = plan.strategies.ulysses
-    if ulysses is None or not ulysses.pad_heads:
-        tensor = degree(plan, "megatron_sp")
-        yield from _heads_fit(plan, facts, "ulysses", ("SC201", "SC202"), tensor=tensor)
+    """SC201, SC202, SC403, SC411: whole heads per rank after the all-to-all, or padded ones."""
+    tensor = degree(plan, "megatron_sp")
+    yield from _heads_fit(plan, facts, "ulysses", ("SC201", "SC202"), tensor=tensor)
 
 
 def _heads_fit(
@@ -66,6 +65,7 @@ def _heads_fit(
         return
     axis = owned_axes(plan)[strategy]
     per = f" per tensor rank (tensor {tensor})" if tensor > 1 else ""
+    ulysses = plan.strategies.ulysses if strategy == "ulysses" else None
     for (all_heads, all_kv), place in _head_shapes(facts).items():
         if all_heads % tensor:
             continue  # the tensor rule has said so
@@ -82,16 +82,46 @@ def _heads_fit(
                     found=parts,
                 )
             continue
+        if ulysses is not None and ulysses.pad_heads:
+            yield _padded(plan, axis, parts, (heads, kv), f"{per} of {place}")
+            continue
         count = f"{heads} query heads" if not q_fits else f"{kv} KV heads"
         verb = "does not divide" if not q_fits else "does not fit"
         yield diagnostic(
             codes[0] if not q_fits else codes[1],
             where=plan.where("mesh", axis),
-            message=f"{strategy}: the degree {parts} {verb} the {count}{per} of {place}",
+            message=f"{strategy}: the degree {parts} {verb} the {count}{per} of {place} "
+            f"({heads} query heads, {kv} KV heads)",
             found=parts,
             legal=legal,
-            help=f"set mesh.{axis} to {_one_of(legal)}{_use_ring(plan, strategy)}",
+            help=f"set mesh.{axis} to {_one_of(legal)}{_use_ring(plan, strategy)}"
+            f"{_use_padding(parts, heads, kv) if ulysses else ''}",
         )
+
+
+def _padded(
+    plan: Plan, axis: str, parts: int, heads_and_kv: tuple[int, int], where: str
+) -> Diagnostic:
+    """SC411: what heads that the degree does not divide cost."""
+    heads, kv = heads_and_kv
+    slots = head_map(heads, kv, parts)
+    work = len(slots.queries)
+    moved, ideal = 2 * (work + len(slots.keys)), 2 * (heads + max(kv, parts))
+    return diagnostic(
+        "SC411",
+        where=plan.where("mesh", axis),
+        message=f"ulysses {parts} with pad_heads over the {heads} query heads and {kv} KV heads"
+        f"{where}: every rank has {slots.rank_queries} query heads and {slots.rank_keys} KV heads; "
+        f"{work - heads} query heads of zeros ({work / heads:.2f} x the work of attention), "
+        f"{moved - ideal:+d} heads per token in the exchanges ({moved / ideal:.2f} x the bytes)",
+        found=parts,
+        legal=head_degrees(heads, kv),
+    )
+
+
+def _use_padding(parts: int, heads: int, kv: int) -> str:
+    work = len(head_map(heads, kv, parts).queries) / heads
+    return f", or set strategies.ulysses.pad_heads: true ({work:.2f} x the work of attention)"
 
 
 def _use_ring(plan: Plan, strategy: str) -> str:

@@ -10,7 +10,7 @@ All functions work on the tokens of a whole ring rank and know nothing of autogr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from seqcomp.layout.masks import Tile, TileTask
 from seqcomp.runtime.attention import math_kernel
+from seqcomp.runtime.attention.heads import repeated, summed
 from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
 from seqcomp.runtime.attention.tiling import Tiling
@@ -29,8 +30,9 @@ from seqcomp.runtime.traffic import Phase
 class Ring:
     """One attention's view of its ring. ``comm`` None is a ring of one.
 
-    ``masked`` computes the tiles that need a mask; ``heads`` are this rank's query heads among
-    those of the mask.
+    ``masked`` computes the tiles that need a mask; ``heads`` says which head of the mask each of
+    this rank's query heads has. ``uses``: how many of the kernel's KV heads each KV head stands
+    for, None for one; it travels once.
     """
 
     comm: Communicator | None
@@ -39,7 +41,8 @@ class Ring:
     kernel: Kernel
     masked: Kernel
     scale: float
-    heads: range
+    heads: Sequence[int]
+    uses: Sequence[int] | None = None
     softcap: float = 0.0
     label: str = ""
 
@@ -216,7 +219,7 @@ def _forward_tile(
     ring: Ring, task: TileTask, source: int, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     q = q[:, :, task.q_start : task.q_stop]
-    k, v = (x[:, :, task.k_start : task.k_stop] for x in (k, v))
+    k, v = _keys(ring, task, k, v)
     if task.kind is Tile.PARTIAL:
         mask = ring.mask(task, source)
         return ring.masked.forward(q, k, v, causal=False, scale=ring.scale, mask=mask)
@@ -231,14 +234,24 @@ def _backward_tile(
     keys: tuple[Tensor, Tensor],
 ) -> Grads:
     dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
-    k, v = (x[:, :, task.k_start : task.k_stop] for x in keys)
+    k, v = _keys(ring, task, *keys)
     if task.kind is Tile.PARTIAL:
         mask = ring.mask(task, source)
-        return ring.masked.backward(
+        grads = ring.masked.backward(
             dout, q, k, v, out, lse, causal=False, scale=ring.scale, mask=mask
         )
-    causal = task.kind is Tile.CAUSAL
-    return ring.kernel.backward(dout, q, k, v, out, lse, causal=causal, scale=ring.scale)
+    else:
+        causal = task.kind is Tile.CAUSAL
+        grads = ring.kernel.backward(dout, q, k, v, out, lse, causal=causal, scale=ring.scale)
+    dq, dk, dv = grads
+    wide = accumulator_dtype(q.dtype)
+    return dq, summed(dk, ring.uses, wide), summed(dv, ring.uses, wide)
+
+
+def _keys(ring: Ring, task: TileTask, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values of a tile as the kernel takes them."""
+    k, v = (repeated(x[:, :, task.k_start : task.k_stop], ring.uses) for x in (k, v))
+    return k, v
 
 
 def _add_mask_gradient(
@@ -250,7 +263,7 @@ def _add_mask_gradient(
     keys: tuple[Tensor, Tensor],
 ) -> None:
     dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
-    k, v = (x[:, :, task.k_start : task.k_stop] for x in keys)
+    k, v = _keys(ring, task, *keys)
     cotangent = math_kernel.mask_gradient(
         dout, q, k, v, out, lse,
         scale=ring.scale, mask=ring.mask(task, source), softcap=ring.softcap,

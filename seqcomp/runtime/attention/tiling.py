@@ -15,6 +15,7 @@ from torch import Tensor
 
 from seqcomp.layout.masks import Mask, Tile, TileTask, joined, tiles
 from seqcomp.layout.sequence import SequenceLayout, slice_ranges
+from seqcomp.runtime.attention.heads import of_heads
 from seqcomp.runtime.attention.pair_mask import PairMask, bounds
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
@@ -30,15 +31,15 @@ class Tiling(ABC):
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]: ...
 
     def gradients(
-        self, task: TileTask, rank: int, source: int, heads: range, cotangent: Tensor
+        self, task: TileTask, rank: int, source: int, heads: Sequence[int], cotangent: Tensor
     ) -> tuple[Tensor, ...]:
         """What the cotangent of one tile's mask gives to `trained`."""
         return ()
 
     @abstractmethod
-    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
+    def mask(self, task: TileTask, rank: int, source: int, heads: Sequence[int]) -> Tensor:
         """Of a PARTIAL tile: boolean (True is seen) or additive, broadcastable to
-        [B, H, rows, columns]. `heads`: this rank's among the heads of the mask."""
+        [B, H, rows, columns]. `heads`: for each of this rank's, one of the mask."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class StaticTiling(Tiling):
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
         return tiles(self.rule, self._ranges(rank), self._ranges(source))
 
-    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
+    def mask(self, task: TileTask, rank: int, source: int, heads: Sequence[int]) -> Tensor:
         q = positions(self._ranges(rank), task.q_start, task.q_stop, self.device)
         k = positions(self._ranges(source), task.k_start, task.k_stop, self.device)
         return self.rule.visible(q[:, None], k[None, :])
@@ -94,13 +95,13 @@ class DataTiling(Tiling):
                 self._known[rank, source] = self._made(rank, source)
             return self._known[rank, source]
 
-    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
+    def mask(self, task: TileTask, rank: int, source: int, heads: Sequence[int]) -> Tensor:
         q = positions(self._ranges(rank), task.q_start, task.q_stop, self._device)
         k = positions(self._ranges(source), task.k_start, task.k_stop, self._device)
         return self._mask.evaluate([_of_heads(x, heads) for x in self._leaves], q, k)
 
     def gradients(
-        self, task: TileTask, rank: int, source: int, heads: range, cotangent: Tensor
+        self, task: TileTask, rank: int, source: int, heads: Sequence[int], cotangent: Tensor
     ) -> tuple[Tensor, ...]:
         """What the cotangent [B, H, rows, columns] of one tile's mask gives to `trained`."""
         q = positions(self._ranges(rank), task.q_start, task.q_stop, self._device)
@@ -153,8 +154,8 @@ class DataTiling(Tiling):
         return visible
 
 
-def _of_heads(leaf: Tensor, heads: range) -> Tensor:
-    return leaf[:, heads.start : heads.stop] if leaf.shape[1] > 1 else leaf
+def _of_heads(leaf: Tensor, heads: Sequence[int]) -> Tensor:
+    return of_heads(leaf, heads, 1) if leaf.shape[1] > 1 else leaf
 
 
 def block_size(rows: int) -> int:

@@ -205,8 +205,8 @@ def test_work_is_divided_as_the_layout_promises(layout, transport, monkeypatch):
     lock = threading.Lock()
     real = kernels.kernel
 
-    def counting(name, *, group=1):
-        inner = real(name, group=group)
+    def counting(name, *, group=1, softcap=0.0):
+        inner = real(name, group=group, softcap=softcap)
 
         def count(phase, q, k, causal):
             rows, columns = q.shape[2], k.shape[2]
