@@ -26,6 +26,7 @@ Found = Iterator[Diagnostic]
 def check_model(plan: Plan, facts: ModelFacts | None, seq_len: int | None) -> Found:
     """All rules of this file; those about the model need ``facts``."""
     yield from length_fits(plan, facts, seq_len)
+    yield from padding_serves(plan)
     yield from length_insisted(plan, seq_len)
     if facts is not None:
         yield from tensor_heads_fit(plan, facts)
@@ -169,10 +170,10 @@ def _lengths(
 
 def length_fits(plan: Plan, facts: ModelFacts | None, seq_len: int | None) -> Found:
     """SC206: the length can be cut as the layout needs it."""
-    if plan.padding == "pad":
-        return
     ring, ulysses, tensor = (degree(plan, name) for name in ("ring", "ulysses", "megatron_sp"))
     layout = plan.strategies.ring.layout if plan.strategies.ring else "contiguous"
+    if plan.padding == "pad" and layout == "auto":
+        layout = "zigzag" if facts is not None and facts.all_causal else "contiguous"
     factor = length_factor(layout, ring, ulysses * tensor)
     sizes = f"ring {ring} x ulysses {ulysses} x tensor {tensor}"
     if layout == "zigzag" and ring > 1:
@@ -180,6 +181,15 @@ def length_fits(plan: Plan, facts: ModelFacts | None, seq_len: int | None) -> Fo
     for length, where in _lengths(plan, facts, seq_len):
         if length % factor:
             near = nearest_lengths(length, factor)
+            if plan.padding == "pad":
+                yield diagnostic(
+                    "SC412",
+                    where=where,
+                    message=f"a sequence of {length} tokens is padded to {near[-1]} ({sizes})",
+                    found=length,
+                    legal=near,
+                )
+                continue
             pad = ", or set padding: pad" if is_available("SC903") else ""
             yield diagnostic(
                 "SC206",
@@ -188,6 +198,19 @@ def length_fits(plan: Plan, facts: ModelFacts | None, seq_len: int | None) -> Fo
                 found=length,
                 legal=near,
                 help=f"use a length of {_one_of(near)}{pad}",
+            )
+
+
+def padding_serves(plan: Plan) -> Found:
+    """SC212: what is handed out as shards has no padding in it."""
+    for name, mode in plan.outputs.items():
+        if plan.padding == "pad" and mode == "sharded":
+            yield diagnostic(
+                "SC212",
+                where=plan.where("outputs", name),
+                found="sharded",
+                legal=("full", "drop"),
+                help="use full or drop, or lengths that divide and padding: none",
             )
 
 
@@ -224,7 +247,7 @@ def layout_suits(plan: Plan, facts: ModelFacts, seq_len: int | None) -> Found:
         return
     factor = length_factor("zigzag", ring, degree(plan, "ulysses") * degree(plan, "megatron_sp"))
     lengths = [length for length, _ in _lengths(plan, facts, seq_len)]
-    uneven = [length for length in lengths if length % factor]
+    uneven = [length for length in lengths if length % factor and plan.padding == "none"]
     if layout == "contiguous" or (layout == "auto" and uneven):
         advice = "set layout: auto" if layout == "contiguous" else ""
         if uneven:

@@ -38,7 +38,6 @@ def _override(key: str) -> Callable[[Plan], list[Path]]:
 # (code, a function that gives the places where a plan uses the part)
 NOT_AVAILABLE: tuple[tuple[str, Callable[[Plan], list[Path]]], ...] = (
     ("SC901", _strategy("fsdp")),
-    ("SC903", lambda plan: [("padding",)] if plan.padding != "none" else []),
     ("SC905", _option("memory", "checkpoint", "none")),
     ("SC906", _option("memory", "loss_chunks", 1)),
     ("SC907", _option("memory", "offload", "none")),

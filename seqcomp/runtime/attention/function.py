@@ -46,6 +46,7 @@ def attention(
     *,
     ring: Communicator | None = None,
     ulysses: Communicator | None = None,
+    length: int | None = None,
     label: str = "",
 ) -> Tensor:
     """[B, Hq, s, d] queries, [B, Hkv, s, d] keys and values of this rank -> [B, Hq, s, dv].
@@ -53,6 +54,7 @@ def attention(
     tiling: of a mask that depends on data; shared by the attentions of one forward. What its
     inputs learn from this rank's queries flows back into them.
     sinks: [Hq] logits of the heads of q, appended to every softmax.
+    length: of the whole sequence, whose last tokens are padding that no query sees; None for none.
     s is the local length, S / (ring * ulysses); the output has the dtype of q, gradients those
     of their inputs. Hkv divides Hq; heads that the Ulysses degree does not divide are padded with
     zeros on the way (layout/heads.py). Every rank of both groups takes part, in forward and in
@@ -69,8 +71,8 @@ def attention(
     assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads, {k.shape[1]} KV heads"
     if tiling is None:
         assert plan.mask is not None, "neither a mask nor a tiling"
-        length = q.shape[2] * (ulysses.size if ulysses else 1) * plan.layout.ring
-        tiling = StaticTiling(plan.mask, plan.layout, length, q.device)
+        dealt = q.shape[2] * (ulysses.size if ulysses else 1) * plan.layout.ring
+        tiling = StaticTiling(plan.mask, plan.layout, dealt, q.device, length)
     return _Attention.apply(q, k, v, sinks, plan, tiling, ring, ulysses, label, *tiling.trained)
 
 

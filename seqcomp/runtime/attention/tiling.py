@@ -44,15 +44,19 @@ class Tiling(ABC):
 
 @dataclass(frozen=True)
 class StaticTiling(Tiling):
-    """A mask that is a rule on positions."""
+    """A mask that is a rule on positions. `real` of `length` tokens are not padding."""
 
     rule: Mask
     layout: SequenceLayout
     length: int
     device: torch.device
+    real: int | None = None
 
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
-        return tiles(self.rule, self._ranges(rank), self._ranges(source))
+        keys = self._ranges(source)
+        return tiles(
+            self.rule, self._ranges(rank), keys if self.real is None else before(keys, self.real)
+        )
 
     def mask(self, task: TileTask, rank: int, source: int, heads: Sequence[int]) -> Tensor:
         q = positions(self._ranges(rank), task.q_start, task.q_stop, self.device)
@@ -77,6 +81,7 @@ class DataTiling(Tiling):
         layout: SequenceLayout,
         length: int,
         device: torch.device,
+        real: int | None = None,
     ):
         self._mask = mask
         self._leaves = tuple(x.detach() for x in leaves)
@@ -86,6 +91,7 @@ class DataTiling(Tiling):
         self._device = device
         self._layout = layout
         self._length = length
+        self._real = length if real is None else real
         self._known: dict[tuple[int, int], tuple[TileTask, ...]] = {}
         self._lock = threading.Lock()  # autograd may run backward in other threads
 
@@ -96,16 +102,16 @@ class DataTiling(Tiling):
             return self._known[rank, source]
 
     def mask(self, task: TileTask, rank: int, source: int, heads: Sequence[int]) -> Tensor:
-        q = positions(self._ranges(rank), task.q_start, task.q_stop, self._device)
-        k = positions(self._ranges(source), task.k_start, task.k_stop, self._device)
+        q = self._queries(rank)[task.q_start : task.q_stop]
+        k = self._keys(source)[task.k_start : task.k_stop]
         return self._mask.evaluate([_of_heads(x, heads) for x in self._leaves], q, k)
 
     def gradients(
         self, task: TileTask, rank: int, source: int, heads: Sequence[int], cotangent: Tensor
     ) -> tuple[Tensor, ...]:
         """What the cotangent [B, H, rows, columns] of one tile's mask gives to `trained`."""
-        q = positions(self._ranges(rank), task.q_start, task.q_stop, self._device)
-        k = positions(self._ranges(source), task.k_start, task.k_stop, self._device)
+        q = self._queries(rank)[task.q_start : task.q_stop]
+        k = self._keys(source)[task.k_start : task.k_stop]
         leaves = list(self._leaves)
         inputs = [leaves[i].clone().requires_grad_() for i in self._trained_at]
         for at, leaf in zip(self._trained_at, inputs, strict=True):
@@ -115,12 +121,20 @@ class DataTiling(Tiling):
         own = cotangent.sum_to_size(torch.Size((1,) * (4 - mask.dim()) + tuple(mask.shape)))
         return torch.autograd.grad(mask, inputs, own.view(mask.shape).to(mask.dtype))
 
-    def _ranges(self, rank: int) -> tuple[range, ...]:
-        return self._layout.ring_ranges(self._length, rank)
+    def _queries(self, rank: int) -> Tensor:
+        """Positions of all queries of a ring rank; padding sees what the last token sees."""
+        ranges = self._layout.ring_ranges(self._length, rank)
+        own = positions(ranges, 0, sum(map(len, ranges)), self._device)
+        return own if self._real == self._length else own.clamp_(max=self._real - 1)
+
+    def _keys(self, source: int) -> Tensor:
+        ranges = before(self._layout.ring_ranges(self._length, source), self._real)
+        return positions(ranges, 0, sum(map(len, ranges)), self._device)
 
     def _made(self, rank: int, source: int) -> tuple[TileTask, ...]:
-        rows, columns = self._ranges(rank), self._ranges(source)
-        q, k = (positions(r, 0, sum(map(len, r)), self._device) for r in (rows, columns))
+        q, k = self._queries(rank), self._keys(source)
+        if not len(k):
+            return ()
         block = block_size(len(q))
         grid = bounds(self._mask, self._leaves, q, k, block)
         if self._mask.additive:
@@ -139,7 +153,7 @@ class DataTiling(Tiling):
 
         Only such rows may leave out what a finite number hides.
         """
-        k = torch.arange(self._length, device=q.device)
+        k = torch.arange(self._real, device=q.device)
         grid = bounds(self._mask, self._leaves, q, k, block)
         visible = (grid.low > self._mask.hidden).any(1)
         for index in (~visible).nonzero().flatten().tolist():
@@ -188,6 +202,12 @@ def _tasks(
                 tasks.append(TileTask(q_start, q_stop, k_start, k_stop, kind))
             start = at
     return joined(tasks)
+
+
+def before(ranges: Sequence[range], length: int) -> tuple[range, ...]:
+    """The positions below `length`: of ascending ranges the first ones."""
+    parts = (range(r.start, min(r.stop, length), r.step) for r in ranges)
+    return tuple(part for part in parts if len(part))
 
 
 def positions(ranges: Sequence[range], start: int, stop: int, device: torch.device) -> Tensor:

@@ -226,7 +226,6 @@ def test_inputs() -> None:
     ("code", "text"),
     [
         ("SC901", "mesh: {data: 2}\nstrategies: {fsdp: }\n"),
-        ("SC903", "mesh: {ring: 2}\nstrategies: {ring: }\npadding: pad\n"),
         ("SC905", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {checkpoint: block}\n"),
         ("SC906", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {loss_chunks: 2}\n"),
         ("SC907", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {offload: cpu}\n"),
