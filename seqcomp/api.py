@@ -25,9 +25,9 @@ from seqcomp.plan.resolve import ResolvedPlan, resolve
 from seqcomp.plan.schema import Plan
 from seqcomp.report.build import Report, build_report
 from seqcomp.runtime import collectives
-from seqcomp.runtime.uneven import pad_to
 from seqcomp.runtime.comm import RankContext
 from seqcomp.runtime.dist import process_context
+from seqcomp.runtime.uneven import pad_to
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 

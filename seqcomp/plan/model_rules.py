@@ -18,7 +18,6 @@ from seqcomp.plan.legality import (
     nearest_lengths,
 )
 from seqcomp.plan.schema import Plan
-from seqcomp.plan.unavailable import is_available
 
 Found = Iterator[Diagnostic]
 
@@ -190,14 +189,13 @@ def length_fits(plan: Plan, facts: ModelFacts | None, seq_len: int | None) -> Fo
                     legal=near,
                 )
                 continue
-            pad = ", or set padding: pad" if is_available("SC903") else ""
             yield diagnostic(
                 "SC206",
                 where=where,
                 message=f"the sequence length {length} is not a multiple of {factor} ({sizes})",
                 found=length,
                 legal=near,
-                help=f"use a length of {_one_of(near)}{pad}",
+                help=f"use a length of {_one_of(near)}, or set padding: pad",
             )
 
 

@@ -58,8 +58,3 @@ def check_available(plan: Plan) -> Iterator[Diagnostic]:
                 where=plan.where(*path),
                 help=f"remove it from the plan: {CODES[code].text}",
             )
-
-
-def is_available(code: str) -> bool:
-    """Whether the part with this SC9xx code is built."""
-    return all(row[0] != code for row in NOT_AVAILABLE)

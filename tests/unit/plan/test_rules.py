@@ -176,7 +176,9 @@ def test_lengths_in_the_plan_and_of_the_model() -> None:
     assert item.where == "inputs.ids.length"
     assert codes(check_plan(insisting, seq_len=16)) == ["SC503"]
     assert codes(check_plan(load_plan("ring_4"), facts(length=10))) == ["SC206", "SC207"]
-    assert codes(check_plan(plan({"ring": 4}, padding="pad"), seq_len=13)) == []
+    padded = only(check_plan(plan({"ring": 4}, padding="pad"), seq_len=13), "SC412")
+    assert "13 tokens is padded to 16" in padded.message
+    assert codes(check_plan(plan({"ring": 4}, padding="pad"), seq_len=16)) == []
 
 
 def test_balance_is_a_warning_never_an_error() -> None:
