@@ -25,7 +25,7 @@ from seqcomp.strategies.compose import attention_steps
 # Operations over a group that send nothing.
 _SILENT = (
     ops.Shard, ops.OwnCotangent, ops.SumGradient, ops.VocabularyEmbedding, ops.OwnHeads,
-    ops.PadPart, ops.Part,
+    ops.PadPart, ops.Part, ops.HidePadding,
 )  # fmt: skip
 
 
@@ -157,9 +157,10 @@ def _rows_of(
             if backward and op.cotangent == "partial":
                 yield row("reduce_scatter", (degree - 1) * size, "backward")
         case ops.ReduceScatter():
-            yield row("reduce_scatter", size // degree * (degree - 1), "forward")
+            own = values[node].numel() * values[node].element_size()
+            yield row("reduce_scatter", own * (degree - 1), "forward")
             if backward:
-                yield row("all_gather", size // degree * (degree - 1), "backward")
+                yield row("all_gather", own * (degree - 1), "backward")
         case ops.AllToAll():
             yield row("all_to_all", size // degree * (degree - 1), "forward")
             if backward:

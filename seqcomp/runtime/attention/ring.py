@@ -11,7 +11,7 @@ All functions work on the tokens of a whole ring rank and know nothing of autogr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 from seqcomp.layout.masks import Tile, TileTask
 from seqcomp.layout.travel import Travel
 from seqcomp.runtime.attention import math_kernel
+from seqcomp.runtime.attention.heads import repeated
+from seqcomp.runtime.attention.heads import summed as summed_heads
 from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
@@ -34,8 +36,9 @@ from seqcomp.runtime.traffic import Phase
 class Ring:
     """One attention's view of its ring. ``comm`` None is a ring of one.
 
-    ``masked`` computes the tiles that need a mask; ``heads`` are this rank's query heads among
-    those of the mask. ``travel`` None: whole blocks.
+    ``masked`` computes the tiles that need a mask; ``heads`` says which head of the mask each of
+    this rank's query heads has. ``uses``: how many of the kernel's KV heads each KV head stands
+    for, None for one; it travels once. ``travel`` None: whole blocks.
     """
 
     comm: Communicator | None
@@ -44,7 +47,8 @@ class Ring:
     kernel: Kernel
     masked: Kernel
     scale: float
-    heads: range
+    heads: Sequence[int]
+    uses: Sequence[int] | None = None
     softcap: float = 0.0
     label: str = ""
     travel: Travel | None = None
@@ -210,8 +214,7 @@ def _forward_tile(
     ring: Ring, task: TileTask, source: int, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     q = q[:, :, task.q_start : task.q_stop]
-    own = ring.keys(task, source)
-    k, v = k[:, :, own], v[:, :, own]
+    k, v = _keys(ring, task, source, k, v)
     if task.kind is Tile.PARTIAL:
         mask = ring.mask(task, source)
         return ring.masked.forward(q, k, v, causal=False, scale=ring.scale, mask=mask)
@@ -226,15 +229,25 @@ def _backward_tile(
     keys: tuple[Tensor, Tensor],
 ) -> Grads:
     dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
-    own = ring.keys(task, source)
-    k, v = (x[:, :, own] for x in keys)
+    k, v = _keys(ring, task, source, *keys)
     if task.kind is Tile.PARTIAL:
         mask = ring.mask(task, source)
-        return ring.masked.backward(
+        grads = ring.masked.backward(
             dout, q, k, v, out, lse, causal=False, scale=ring.scale, mask=mask
         )
-    causal = task.kind is Tile.CAUSAL
-    return ring.kernel.backward(dout, q, k, v, out, lse, causal=causal, scale=ring.scale)
+    else:
+        causal = task.kind is Tile.CAUSAL
+        grads = ring.kernel.backward(dout, q, k, v, out, lse, causal=causal, scale=ring.scale)
+    dq, dk, dv = grads
+    wide = accumulator_dtype(q.dtype)
+    return dq, summed_heads(dk, ring.uses, wide), summed_heads(dv, ring.uses, wide)
+
+
+def _keys(ring: Ring, task: TileTask, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values of a tile as the kernel takes them."""
+    own = ring.keys(task, source)
+    k, v = (repeated(x[:, :, own], ring.uses) for x in (k, v))
+    return k, v
 
 
 def _add_mask_gradient(
@@ -246,8 +259,7 @@ def _add_mask_gradient(
     keys: tuple[Tensor, Tensor],
 ) -> None:
     dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
-    own = ring.keys(task, source)
-    k, v = (x[:, :, own] for x in keys)
+    k, v = _keys(ring, task, source, *keys)
     mask = ring.mask(task, source)
     if isinstance(mask, HiddenRows):  # as its kernels compute these rows
         q, mask = q.masked_fill(mask.swallowed(q), 0.0), mask.mask

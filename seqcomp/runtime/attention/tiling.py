@@ -18,6 +18,7 @@ from seqcomp.layout.masks import Mask, Tile, TileTask, tiles
 from seqcomp.layout.sequence import SequenceLayout, slice_ranges
 from seqcomp.layout.travel import Intervals, Travel, travel_of, united
 from seqcomp.runtime.attention.grid import CAUSAL, EMPTY, FULL, PARTIAL, tasks_of
+from seqcomp.runtime.attention.heads import of_heads
 from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.pair_bounds import bounds
 from seqcomp.runtime.attention.pair_mask import PairMask
@@ -35,7 +36,7 @@ class Tiling(ABC):
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]: ...
 
     def gradients(
-        self, task: TileTask, rank: int, source: int, heads: range, cotangent: Tensor
+        self, task: TileTask, rank: int, source: int, heads: Sequence[int], cotangent: Tensor
     ) -> tuple[Tensor, ...]:
         """What the cotangent [B, H, rows, columns] of one tile's mask gives to `trained`."""
         return ()
@@ -45,23 +46,28 @@ class Tiling(ABC):
         return None
 
     @abstractmethod
-    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor | HiddenRows:
+    def mask(
+        self, task: TileTask, rank: int, source: int, heads: Sequence[int]
+    ) -> Tensor | HiddenRows:
         """Of a PARTIAL tile: boolean (True is seen) or additive, broadcastable to
-        [B, H, rows, columns]. `heads`: this rank's among the heads of the mask."""
+        [B, H, rows, columns]. `heads`: for each of this rank's, one of the mask."""
 
 
 @dataclass(frozen=True)
 class StaticTiling(Tiling):
-    """A mask that is a rule on positions."""
+    """A mask that is a rule on positions. `real` of `length` tokens are not padding."""
 
     rule: Mask
     layout: SequenceLayout
     length: int
     device: torch.device
+    real: int | None = None
 
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
         if (rank, source) not in self._known:
-            self._known[rank, source] = tiles(self.rule, self._ranges(rank), self._ranges(source))
+            keys = self._ranges(source)
+            keys = keys if self.real is None else before(keys, self.real)
+            self._known[rank, source] = tiles(self.rule, self._ranges(rank), keys)
         return self._known[rank, source]
 
     def travel(self) -> Travel | None:
@@ -75,7 +81,7 @@ class StaticTiling(Tiling):
     def _known(self) -> dict[tuple[int, int], tuple[TileTask, ...]]:
         return {}
 
-    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
+    def mask(self, task: TileTask, rank: int, source: int, heads: Sequence[int]) -> Tensor:
         q = positions(slice_ranges(self._ranges(rank), task.q_start, task.q_stop), self.device)
         k = positions(slice_ranges(self._ranges(source), task.k_start, task.k_stop), self.device)
         return self.rule.visible(q[:, None], k[None, :])
@@ -98,6 +104,7 @@ class DataTiling(Tiling):
         layout: SequenceLayout,
         length: int,
         device: torch.device,
+        real: int | None = None,
     ):
         self._mask = mask
         self._leaves = tuple(x.detach() for x in leaves)
@@ -107,6 +114,7 @@ class DataTiling(Tiling):
         self._device = device
         self._layout = layout
         self._length = length
+        self._real = length if real is None else real
         self._tasks: dict[tuple[int, int], tuple[TileTask, ...]] = {}
         self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
         self._best: dict[int, Tensor | None] = {}
@@ -136,18 +144,24 @@ class DataTiling(Tiling):
         travel = Travel(keys, tuple(tuple(seen(row[source]) for source in ranks) for row in rows))
         return travel if travel.saves() else None
 
-    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor | HiddenRows:
+    def mask(
+        self, task: TileTask, rank: int, source: int, heads: Sequence[int]
+    ) -> Tensor | HiddenRows:
         rows = slice(task.q_start, task.q_stop)
         q = self._positions(rank)[rows]
         k = self._positions(source)[task.k_start : task.k_stop]
         values = self._mask.evaluate([_of_heads(x, heads) for x in self._leaves], q, k)
+        padded = self._is_padding(source)
+        if padded is not None:
+            hidden = -torch.inf if self._mask.additive else False
+            values = values.masked_fill(padded[task.k_start : task.k_stop], hidden)
         best = self._best.get(rank)
         if best is None:
             return values
         return HiddenRows.lifted(values, _of_heads(best, heads)[:, :, rows])
 
     def gradients(
-        self, task: TileTask, rank: int, source: int, heads: range, cotangent: Tensor
+        self, task: TileTask, rank: int, source: int, heads: Sequence[int], cotangent: Tensor
     ) -> tuple[Tensor, ...]:
         q = self._positions(rank)[task.q_start : task.q_stop]
         k = self._positions(source)[task.k_start : task.k_stop]
@@ -160,7 +174,16 @@ class DataTiling(Tiling):
         return torch.autograd.grad(mask, inputs, cotangent.sum_to_size(mask.shape).to(mask.dtype))
 
     def _positions(self, rank: int) -> Tensor:
-        return positions(self._layout.ring_ranges(self._length, rank), self._device)
+        """Of all tokens of a ring rank; padding stands where the last token is."""
+        own = positions(self._layout.ring_ranges(self._length, rank), self._device)
+        return own if self._real == self._length else own.clamp_(max=self._real - 1)
+
+    def _is_padding(self, rank: int) -> Tensor | None:
+        """Which tokens of a ring rank are padding; None where none is."""
+        if self._real == self._length:
+            return None
+        own = positions(self._layout.ring_ranges(self._length, rank), self._device)
+        return own >= self._real
 
     def _classified(self, rank: int) -> tuple[Tensor, Tensor]:
         """Which blocks [query blocks, ring rank, key blocks] nobody sees, and which all see."""
@@ -179,7 +202,7 @@ class DataTiling(Tiling):
             x.unflatten(1, (ring, -1)) for x in (grid.low.amin((0, 1)), grid.high.amax((0, 1)))
         )
         if not self._mask.additive:
-            return high == 0, low == 1
+            return self._without_padding(high == 0, low == 1, block)
         empty, full = high <= self._mask.hidden, (low == 0) & (high == 0)
         if rank not in self._best:
             self._best[rank] = self._best_of_hidden(q)
@@ -188,19 +211,33 @@ class DataTiling(Tiling):
             # All keys count for a row that a finite number hides.
             settled = best.isneginf() | best.isposinf()
             empty = empty & _all_per_block(settled.all(0).all(0), block)[:, None, None]
-        return empty, full
+        return self._without_padding(empty, full, block)
+
+    def _without_padding(self, empty: Tensor, full: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        if self._real == self._length:
+            return empty, full
+        padded = [self._is_padding(source) for source in range(self._layout.ring)]
+        whole = torch.stack([_all_per_block(p, block) for p in padded if p is not None])
+        some = ~torch.stack([_all_per_block(~p, block) for p in padded if p is not None])
+        return empty | whole, full & ~some
 
     def _made(self, rank: int, source: int) -> tuple[TileTask, ...]:
         q, k = self._positions(rank), self._positions(source)
         block = block_size(len(q))
         empty, full = (x[:, source] for x in self._classified(rank))
+        padded = self._is_padding(source)
         kinds = torch.full(empty.shape, PARTIAL, dtype=torch.int8)
         kinds[empty.cpu()] = EMPTY
         if not self.trained:  # a bias of zeros has a gradient too
             kinds[full.cpu()] = FULL
             for index in range(min(kinds.shape)):
                 rows = slice(index * block, (index + 1) * block)
-                if kinds[index, index] == PARTIAL and self._is_triangle(q[rows], k[rows]):
+                unpadded = padded is None or not bool(padded[rows].any())
+                if (
+                    kinds[index, index] == PARTIAL
+                    and unpadded
+                    and self._is_triangle(q[rows], k[rows])
+                ):
                     kinds[index, index] = CAUSAL
         found = tasks_of(kinds, len(q), len(k), block)
         return tuple(part for task in found for part in _short(task))
@@ -245,7 +282,7 @@ class DataTiling(Tiling):
 
     def _largest(self, q: Tensor, best: Tensor) -> Tensor:
         """The largest mask value of each row, or some value that says that it sees a key."""
-        k = torch.arange(self._length, device=q.device)
+        k = torch.arange(self._real, device=q.device)
         block = block_size(self._length)
         grid = bounds(self._mask, self._leaves, q, k, (1, block))
         best = torch.maximum(best, grid.low.amax(-1))
@@ -258,8 +295,8 @@ class DataTiling(Tiling):
         return best
 
 
-def _of_heads(x: Tensor, heads: range) -> Tensor:
-    return x[:, heads.start : heads.stop] if x.shape[1] > 1 else x
+def _of_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
+    return of_heads(x, heads, 1) if x.shape[1] > 1 else x
 
 
 def _all_per_block(rows: Tensor, block: int) -> Tensor:
@@ -283,6 +320,12 @@ def block_size(rows: int) -> int:
     while size < LARGEST_BLOCK and size * 64 < rows:
         size *= 2
     return size
+
+
+def before(ranges: Sequence[range], length: int) -> tuple[range, ...]:
+    """The positions below `length`: of ascending ranges the first ones."""
+    parts = (range(r.start, min(r.stop, length), r.step) for r in ranges)
+    return tuple(part for part in parts if len(part))
 
 
 def positions(ranges: Sequence[range], device: torch.device) -> Tensor:
