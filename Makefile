@@ -18,14 +18,14 @@ demo: $(VENV)/.installed-demo
 	$(PY) examples/train_text.py
 
 test: $(VENV)/.installed-dev
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(PY) tools/check_layers.py
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 format: $(VENV)/.installed-dev
 	$(PY) -m ruff format .
