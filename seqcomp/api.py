@@ -27,6 +27,7 @@ from seqcomp.report.build import Report, build_report
 from seqcomp.runtime import collectives
 from seqcomp.runtime.comm import RankContext
 from seqcomp.runtime.dist import process_context
+from seqcomp.runtime.uneven import pad_to
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -64,7 +65,8 @@ class Compiled(CompiledModule):
         assert length is not None
         layout = self._resolved.layout_for(length, program.facts.all_causal)
         rank = self._context.comm(self._mesh.sequence).rank if self._mesh.sequence else 0
-        return torch.tensor(layout.token_index(length, rank), device=self._context.device)
+        own = layout.token_index(layout.padded(length), rank)
+        return torch.tensor([p for p in own if p < length], device=self._context.device)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """A sharded output [.., S / P, ..] as the whole [.., S, ..] in token order.
@@ -74,11 +76,15 @@ class Compiled(CompiledModule):
         """
         if not self._mesh.sequence:
             return x
-        program, _ = self.last_program()
+        program, sizes = self.last_program()
         comm = self._context.comm(self._mesh.sequence)
-        length = x.shape[dim] * comm.size
+        length = sizes.length if self._mesh.pads else x.shape[dim] * comm.size
         layout = self._resolved.layout_for(length, program.facts.all_causal)
-        return collectives.gather(x, dim, comm, layout, cotangent="replicated", label="gather")
+        if self._mesh.pads and length is not None:
+            x = pad_to(x, dim % x.dim(), layout.padded(length) // comm.size)
+        return collectives.gather(
+            x, dim, comm, layout, cotangent="replicated", length=length, label="gather"
+        )
 
     def global_sum(self, x: Tensor) -> Tensor:
         """Sum of x over the data axes: of token counts or losses of the ranks' batch slices.

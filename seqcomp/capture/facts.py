@@ -13,7 +13,7 @@ from seqcomp.capture.edit import op_name
 from seqcomp.capture.export import Capture, export_call
 from seqcomp.capture.recognise import AttentionInfo, recognise_attention
 from seqcomp.diagnostics import PlanError, diagnostic
-from seqcomp.layout.masks import Causal, Full
+from seqcomp.layout.masks import Band, Causal, Full
 from seqcomp.plan.facts import AttentionFacts, ModelFacts
 
 
@@ -48,11 +48,13 @@ def facts_of(
 
 
 def mask_name(info: AttentionInfo) -> str:
-    """'full', 'causal', 'data' or 'other'."""
+    """'full', 'causal', 'window', 'data' or 'other'."""
     if info.mask == Full():
         return "full"
     if info.pairs is not None:
         return "data"
+    if isinstance(info.mask, Band):
+        return "window"
     return "causal" if isinstance(info.mask, Causal) else "other"
 
 

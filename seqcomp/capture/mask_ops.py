@@ -261,8 +261,12 @@ def _mul(reader: MaskReader, node: Node) -> Value | None:
 def _and(reader: MaskReader, node: Node) -> Value | None:
     left, right = reader.operand(node, 0), reader.operand(node, 1)
     if isinstance(left, Truth) and isinstance(right, Truth):
-        return Truth(left.terms | right.terms, left.never or right.never)
+        return _both(left, right)
     return None
+
+
+def _both(left: Truth, right: Truth) -> Truth:
+    return Truth(left.terms | right.terms, left.never or right.never)
 
 
 def _or(reader: MaskReader, node: Node) -> Value | None:
@@ -323,6 +327,13 @@ def _masked_fill(reader: MaskReader, node: Node) -> Value | None:
         return base
     if isinstance(base, Choice) and condition == negate(base.condition):
         return Choice(base.condition, base.yes, fill)
+    if isinstance(base, Choice) and negated is not None:
+        # Filled with the same number twice: what neither condition names is left.
+        flipped = negate(base.condition)
+        if fill == base.yes and flipped is not None:
+            base = Choice(flipped, base.no, base.yes)
+        if fill == base.no:
+            return replace(base, condition=_both(base.condition, negated))
     return None
 
 

@@ -28,7 +28,8 @@ from seqcomp.capture.mask_values import (
     negate,
 )
 from seqcomp.capture.sizes import expression
-from seqcomp.layout.masks import Causal, Full, Mask
+from seqcomp.layout.masks import Band, Causal, Full, Mask
+from seqcomp.runtime.attention.pair_mask import hides_from
 
 # Positions of any real length are exact in these; others round or wrap around.
 _EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
@@ -61,8 +62,7 @@ class MaskReader:
             return None
         mask = _as_mask(value, self.capture.shape(node))
         # A row that hides every key: -inf gives 0, a finite number the mean over all keys.
-        empty_rows = isinstance(mask, Causal) and mask.offset < 0
-        return None if empty_rows and hidden != -math.inf else mask
+        return mask if hidden == -math.inf or _sees_itself(mask) else None
 
     def value(self, node: Any) -> Value | None:
         if not isinstance(node, Node):
@@ -104,17 +104,13 @@ class MaskReader:
         if tensor.ndim < 2 or math.prod(shape[:-2]) != 1 or shape[-1] > 16384:
             return None
         square = tensor.reshape(shape[-2:])
-        ones = torch.ones(square.shape, dtype=torch.bool, device=square.device)
-        lower = AtLeastZero(Affine((*lead, 1, -1)))
-        if torch.equal(square.to(torch.bool), ones.tril()) and (
-            square.dtype == torch.bool or bool(((square == 0) | (square == 1)).all())
-        ):
-            truth = Truth(frozenset({lower}))
-            return truth if square.dtype == torch.bool else Choice(truth, 1.0, 0.0)
-        if tensor.is_floating_point() and bool((square[ones.tril()] == 0).all()):
-            upper = square[~ones.tril()]
-            if upper.numel() and bool((upper == upper[0]).all()):
-                return Choice(Truth(frozenset({lower})), 0.0, float(upper[0]))
+        if bool(((square == 0) | (square == 1)).all()):
+            band = _band_of(square != 0, lead)
+            return band if square.dtype == torch.bool or not band else Choice(band, 1.0, 0.0)
+        band = _band_of(square == 0, lead) if square.is_floating_point() else None
+        hidden = square[square != 0]
+        if band is not None and bool((hidden == hidden[0]).all()):
+            return Choice(band, 0.0, float(hidden[0]))
         return None
 
     def number(self, item: Any) -> float | None:
@@ -153,13 +149,33 @@ class MaskReader:
         return map_coeffs(value, align)
 
 
+def _band_of(seen: torch.Tensor, lead: tuple[int, ...]) -> Truth | None:
+    """low <= row - column <= high where this is what a table holds, and it hides something."""
+    rows, columns = seen.shape
+    in_row, in_column = (x.nonzero().flatten().tolist() for x in (seen[0], seen[:, 0]))
+    if not (in_row or in_column) or bool(seen.all()):
+        return None
+    low = -in_row[-1] if in_row else in_column[0]
+    high = in_column[-1] if in_column else -in_row[0]
+    if not torch.equal(seen, torch.ones_like(seen).tril(-low).triu(-high)):
+        return None
+    terms = []
+    # What the table does not show, it does not say: a limit outside of it is none.
+    if low > 1 - columns:
+        terms.append(AtLeastZero(Affine((*lead, 1, -1), sympy.Integer(-low))))
+    if high < rows - 1:
+        terms.append(AtLeastZero(Affine((*lead, -1, 1), sympy.Integer(high))))
+    return Truth(frozenset(terms))
+
+
 def _is_minus_infinity(number: float, node: Node) -> bool:
-    """-inf, or a number so low that exp() of it against any real score is 0 in this dtype."""
-    return number == -math.inf or number <= torch.finfo(node.meta["val"].dtype).min / 2
+    """-inf, or a number so low that exp() of it against any real score is 0."""
+    return number <= hides_from(node.meta["val"].dtype)
 
 
 def _as_mask(value: Truth, shape: Sequence[sympy.Expr]) -> Mask | None:
-    offsets = []
+    lows: list[int] = []
+    highs: list[int] = []
     for term in value.terms:
         # A dim of size 1 is read at index 0 only; a mask of fewer dims is the same for all rows.
         own = [0 if s == 1 else c for c, s in zip(term.form.coeffs, shape, strict=True)]
@@ -168,7 +184,21 @@ def _as_mask(value: Truth, shape: Sequence[sympy.Expr]) -> Mask | None:
             return None
         if not any(coeffs) and const >= 0:
             continue
-        if any(coeffs[:-2]) or coeffs[-2:] != [1, -1]:
+        slope = coeffs[-2]
+        if any(coeffs[:-2]) or slope == 0 or coeffs[-1] != -slope:
             return None
-        offsets.append(int(const))
-    return Causal(min(offsets)) if offsets else Full()
+        # slope * (query - key) + const >= 0
+        bound = int(const) // abs(slope)
+        (lows if slope > 0 else highs).append(-bound if slope > 0 else bound)
+    low, high = max(lows, default=None), min(highs, default=None)
+    if high is not None:
+        return Band(low, high) if low is None or low <= high else None
+    return Full() if low is None else Causal(-low)
+
+
+def _sees_itself(mask: Mask | None) -> bool:
+    limits = mask.limits if mask is not None else None
+    if limits is None:
+        return True
+    low, high = limits.low, limits.high
+    return (low is None or low <= 0) and (high is None or high >= 0)

@@ -28,6 +28,7 @@ from seqcomp.runtime.attention.pair_mask import (
     PairMask,
     Position,
     Term,
+    hides_from,
 )
 
 aten = torch.ops.aten
@@ -68,20 +69,19 @@ class PairReader:
         walk = _Walk(self._capture, self._positions, queries, keys)
         term = walk.term(node, tuple(range(4 - value.ndim, 4)))
         additive = value.dtype != torch.bool
-        hidden = torch.finfo(value.dtype).min / 2 if additive else 0.0
+        hidden = hides_from(value.dtype) if additive else 0.0
         trained = tuple(
             i for i, item in enumerate(walk.inputs) if additive and self._needs_gradient(item.node)
         )
+        tables = tuple(i for i, item in enumerate(walk.inputs) if TABLE_DIM in item.dims)
         return PairReading(
-            PairMask(term, additive, hidden, trained),
+            PairMask(term, additive, hidden, trained, tables),
             tuple(walk.inputs),
             tuple(dict.fromkeys(walk.dense)),
         )
 
     def _needs_gradient(self, node: Node) -> bool:
-        if not node.meta["val"].is_floating_point():
-            return False
-        seen, work = {node}, [node]
+        seen, work = {node}, [node] if node.meta["val"].is_floating_point() else []
         while work:
             item = work.pop()
             if item.op == "placeholder" and is_tensor(item):
@@ -91,7 +91,10 @@ class PairReader:
                 ):
                     return True
             for operand in item.all_input_nodes:
-                if operand not in seen and is_tensor(operand):
+                # Comparisons and rounding to integers pass no gradient on.
+                if operand in seen or not is_tensor(operand):
+                    continue
+                if operand.meta["val"].is_floating_point() and op_name(operand) != "aten.detach":
                     seen.add(operand)
                     work.append(operand)
         return False
@@ -127,7 +130,7 @@ class _Walk:
         entry = MaskInput(node, dims)
         if entry not in self.inputs:
             self.inputs.append(entry)
-        return Leaf(self.inputs.index(entry))
+        return Leaf(self.inputs.index(entry), scalar=not dims)
 
     def _known(self, node: Node, dims: tuple[int, ...]) -> Term | None:
         """Values that are read as functions of positions alone."""
@@ -135,7 +138,7 @@ class _Walk:
         shape = self._capture.shape(node)
         dtype = node.meta["val"].dtype
         if isinstance(value, Affine):
-            form = self._affine(value, dims, shape)
+            form = self._affine(value, dims, shape) if dims else None
             if form is None or dtype not in (torch.int64, torch.int32):
                 return None
             return Apply(aten.to.dtype, (form, dtype))
@@ -146,7 +149,7 @@ class _Walk:
             if condition is None:
                 return None
             if value.yes == value.no or condition == _TRUE:
-                return Number(value.yes, dtype)
+                return Number(value.yes, dtype, scalar=not dims)
             return Apply(
                 aten.where.self, (condition, Number(value.yes, dtype), Number(value.no, dtype))
             )
@@ -186,7 +189,9 @@ class _Walk:
         name = op_name(node).removeprefix("aten.").strip("_")
         if name in ("expand", "expand_as", "broadcast_to", "clone", "contiguous", "alias",
                     "detach", "lift_fresh_copy"):  # fmt: skip
-            return self._broadcast(node.args[0], dims)
+            return self._expanded(node.args[0], dims)
+        if name == "repeat":
+            return self._repeated(node, dims)
         if name in ("unsqueeze", "view", "reshape", "unsafe_view", "squeeze"):
             return self._reshaped(node, dims)
         if name in ("transpose", "permute", "t", "mT"):
@@ -198,12 +203,25 @@ class _Walk:
         if name == "slice":
             same = self._capture.shape(node) == self._capture.shape(node.args[0])
             return self.term(node.args[0], dims) if same else None
-        if is_pointwise(node):
+        if is_pointwise(node) and not _is_random(node):
             return self._pointwise(node, name, dims)
         return None
 
     def _broadcast(self, source: Node, dims: tuple[int, ...]) -> Term:
         return self.term(source, dims[len(dims) - source.meta["val"].ndim :])
+
+    def _expanded(self, source: Node, dims: tuple[int, ...]) -> Term:
+        found = self._broadcast(source, dims)
+        if source.meta["val"].ndim == 0 and dims:  # now it counts in the promotion of dtypes
+            return Apply(aten.reshape.default, (found, (1, 1, 1, 1)))
+        return found
+
+    def _repeated(self, node: Node, dims: tuple[int, ...]) -> Term | None:
+        """Only of dims of size 1: anything else starts over at every copy."""
+        shape = self._capture.shape(node.args[0])
+        times = node.args[1][len(dims) - len(shape) :]
+        whole = all(n == 1 or size == 1 for n, size in zip(times, shape, strict=True))
+        return self._expanded(node.args[0], dims) if whole else None
 
     def _pointwise(self, node: Node, name: str, dims: tuple[int, ...]) -> Term | None:
         words = name.replace("bitwise_", "")
@@ -237,9 +255,9 @@ class _Walk:
         if [s for s in new if s != 1] != [s for s in old if s != 1]:
             return None
         kept = iter([dim for dim, size in zip(dims, new, strict=True) if size != 1])
-        free = iter([d for d in range(4) if d not in set(dims)] + [-1] * len(old))
-        spare = iter([dim for dim, size in zip(dims, new, strict=True) if size == 1])
-        own = tuple(next(kept) if s != 1 else next(spare, next(free)) for s in old)
+        spare = [dim for dim, size in zip(dims, new, strict=True) if size == 1]
+        unused = iter(spare + [d for d in range(4) if d not in set(dims)] + [-1] * len(old))
+        own = tuple(next(kept if s != 1 else unused) for s in old)
         return self.term(source, own) if -1 not in own else None
 
     def _transposed(self, node: Node, name: str, dims: tuple[int, ...]) -> Term | None:
@@ -259,9 +277,12 @@ class _Walk:
 
     def _triangle(self, node: Node, name: str, dims: tuple[int, ...]) -> Term | None:
         diagonal = argument(node, 1, "diagonal", 0)
-        if dims[-2:] != (QUERY_DIM, KEY_DIM) or not isinstance(diagonal, int):
+        if set(dims[-2:]) != {QUERY_DIM, KEY_DIM} or not isinstance(diagonal, int):
             return None
-        gap = Apply(aten.sub.Tensor, (Position("key"), Position("query")))
+        if tuple(self._capture.shape(node)[-2:]) != tuple(self._sizes[d] for d in dims[-2:]):
+            return None
+        row, column = (Position("query" if d == QUERY_DIM else "key") for d in dims[-2:])
+        gap = Apply(aten.sub.Tensor, (column, row))
         keep = aten.le.Scalar if name == "tril" else aten.ge.Scalar
         inside = Apply(keep, (gap, diagonal))
         dtype = node.meta["val"].dtype
@@ -277,6 +298,13 @@ class _Walk:
         if entry not in self.inputs:
             self.inputs.append(entry)
         return Lookup(self.inputs.index(entry), self.term(index, dims[:-1]))
+
+
+def _is_random(node: Node) -> bool:
+    # Evaluated for each tile anew, it would be another mask each time.
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or (
+        op_name(node) == "aten.dropout"
+    )
 
 
 class _NotReadableError(Exception):

@@ -165,7 +165,7 @@ def _rewrite(
 
 def _needs_operand(mask: Mask) -> bool:
     """Masks that the single-device form cannot express without a mask tensor."""
-    return isinstance(mask, Causal) and mask.offset != 0
+    return mask not in (Full(), Causal(0))
 
 
 def _read_mask(

@@ -108,4 +108,6 @@ def _lengths(plan: Plan) -> str:
     text = "any" if factor == 1 else f"multiples of {factor}"
     if layout == "auto" and zigzag != factor:
         text += f" (of {zigzag} for balanced causal work)"
+    if plan.padding == "pad" and factor > 1:
+        text = f"any, padded to {text}"
     return text

@@ -120,6 +120,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Tied modules share one parameter, so they share its placement."),
     ("SC211", "error", "calls need different cuts of the same weights",
      "megatron_sp cuts parameters once, as the first captured call uses them."),
+    ("SC212", "error", "padding: pad cannot serve this",
+     "Only what has a rule for padded tokens runs on them."),
     # --- capture --------------------------------------------------------------------------
     ("SC301", "error", "the model cannot be captured",
      "torch.export could not turn the model's forward into one graph."),
@@ -160,6 +162,10 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "No one cut of it suits its uses: work and traffic are divided, its memory is not."),
     ("SC407", "note", "an attention mask is held whole",
      "It is not made of vectors over the tokens: every rank holds all pairs."),
+    ("SC411", "note", "heads are padded for ulysses",
+     "The degree does not divide them: ranks compute heads of zeros, or share KV heads unevenly."),
+    ("SC412", "note", "the sequence is padded",
+     "Ranks compute tokens that are removed from outputs and losses."),
     # --- calls and ranks ------------------------------------------------------------------
     ("SC501", "error", "an argument is missing", "The model's forward requires it."),
     ("SC502", "error", "an unknown argument", "The model's forward does not take it."),
@@ -173,9 +179,6 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Replicated parameters must be equal before compilation; load or broadcast them first."),
     # --- not available yet ----------------------------------------------------------------
     ("SC901", "error", "fsdp is not available yet", "Part of the language, not built yet."),
-    ("SC903", "error", "padding: pad is not available yet", "Part of the language, not built yet."),
-    ("SC904", "error", "ulysses.pad_heads is not available yet",
-     "Part of the language, not built yet."),
     ("SC905", "error", "memory.checkpoint is not available yet",
      "Part of the language, not built yet; torch.utils.checkpoint can be used by hand."),
     ("SC906", "error", "memory.loss_chunks is not available yet",

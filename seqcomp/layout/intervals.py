@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from seqcomp.layout.bands import band_area
 from seqcomp.layout.masks import Causal, Mask, Tile
 from seqcomp.layout.sequence import SequenceLayout
 
@@ -12,7 +13,7 @@ from seqcomp.layout.sequence import SequenceLayout
 def visible_area(mask: Mask, q_ranges: Sequence[range], k_ranges: Sequence[range]) -> int:
     """Number of visible (query, key) pairs between two token sets of disjoint ascending ranges.
 
-    O(log s) per pair of ranges for causal masks of any step.
+    O(log s) per pair of ranges for bands of any step.
     """
     return sum(_area(mask, q, k) for q in q_ranges for k in k_ranges)
 
@@ -35,10 +36,8 @@ def causal_balance(layout: SequenceLayout, length: int) -> float:
 
 
 def _area(mask: Mask, q: range, k: range) -> int:
-    if not len(q) or not len(k):
-        return 0
-    if isinstance(mask, Causal):
-        return _causal_area(mask.offset, q, k)
+    if mask.limits is not None:
+        return band_area(mask.limits, q, k)
     tasks = mask.split(q, k)
     exact = sum(task.area for task in tasks if task.kind is not Tile.PARTIAL)
     return exact + sum(
@@ -48,28 +47,3 @@ def _area(mask: Mask, q: range, k: range) -> int:
         for i in q[task.q_start : task.q_stop]
         for j in k[task.k_start : task.k_stop]
     )
-
-
-def _causal_area(offset: int, q: range, k: range) -> int:
-    # Query a sees min(len(k), floor((q.start + offset - k.start + a * q.step) / k.step) + 1) keys.
-    gap = q.start + offset - k.start
-    first = min(len(q), max(0, -(gap // q.step)))
-    saturated = (len(k) - 1) * k.step - gap
-    last = min(len(q), max(first, -(-saturated // q.step)))
-    ramp = _floor_sum(last - first, q.step, gap + first * q.step + k.step, k.step)
-    return ramp + (len(q) - last) * len(k)
-
-
-def _floor_sum(count: int, slope: int, start: int, divisor: int) -> int:
-    """Sum of floor((slope * i + start) / divisor) for i < count; all >= 0, in O(log divisor)."""
-    total = 0
-    while count > 0:
-        whole_slope, slope = divmod(slope, divisor)
-        whole_start, start = divmod(start, divisor)
-        total += whole_slope * count * (count - 1) // 2 + whole_start * count
-        top = slope * count + start
-        if top < divisor:
-            break
-        count, start = divmod(top, divisor)
-        slope, divisor = divisor, slope
-    return total

@@ -59,6 +59,10 @@ class SequenceLayout:
         below = length // self.factor * self.factor
         return below, max(self.factor, below if below == length else below + self.factor)
 
+    def padded(self, length: int) -> int:
+        """The smallest legal length that holds ``length`` tokens; the rest stands at the end."""
+        return self.nearest(length)[1]
+
     def ring_ranges(self, length: int, ring_rank: int) -> tuple[range, ...]:
         """Global positions of all tokens of a ring rank, ascending, in as few ranges as possible.
 

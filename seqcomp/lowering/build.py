@@ -15,7 +15,7 @@ from seqcomp.capture.canonical import canonicalise
 from seqcomp.capture.export import export_call
 from seqcomp.capture.facts import facts_of
 from seqcomp.capture.recognise import recognise_attention
-from seqcomp.capture.sizes import SpecialisedSizeError
+from seqcomp.capture.sizes import LENGTH_SYMBOL, SpecialisedSizeError
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import LoweringContext, run_passes
@@ -69,6 +69,8 @@ def build_program(request: Request) -> Program:
     except SpecialisedSizeError:
         # Some operation fixed a size that others keep symbolic: one program for these sizes.
         graph, context, facts = _lowered(request, symbolic=False)
+    if context.capture.length != LENGTH_SYMBOL:
+        _refuse_padding(request, facts)
     kept = snapshot(graph, context)
     capture, attentions = context.capture, context.attentions
     graph = _lifted_constants(graph, capture.constants, capture.state)
@@ -129,6 +131,26 @@ def _lowered(
         is_gathered=resolved.is_gathered,
     )
     return run_passes(capture.graph, context, PASSES), context, facts
+
+
+def _refuse_padding(request: Request, facts: ModelFacts) -> None:
+    """SC212: a length that the model fixes cannot grow."""
+    length, resolved = request.sizes.length, request.resolved
+    if resolved.plan.padding == "none" or length is None:
+        return
+    layout = resolved.layout_for(length, facts.all_causal)
+    if layout.padded(length) != length:
+        raise PlanError(
+            [
+                diagnostic(
+                    "SC212",
+                    where=type(request.module).__name__,
+                    found=f"an operation fixes the length {length}",
+                    legal=layout.nearest(length),
+                    help="use a legal length",
+                )
+            ]
+        )
 
 
 def _dropped_cache(request: Request) -> list[Diagnostic]:

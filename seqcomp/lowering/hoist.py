@@ -35,9 +35,12 @@ def hoist_shards_pass(graph: Graph, context: LoweringContext) -> Graph:
             if cut is None:
                 continue
             key = (operand, cut)
+            length = node.args[1:]
             if key not in made:
-                with graph.inserting_after(operand):
-                    made[key] = graph.call_function(cut, (operand,))
+                # The length of a padded sequence stands behind the inputs.
+                known = length[0] if length and operand.op == "placeholder" else operand
+                with graph.inserting_after(known):
+                    made[key] = graph.call_function(cut, (operand, *length))
                 made[key].meta["nn_module_stack"] = dict(operand.meta.get("nn_module_stack") or {})
                 made[key].meta["source"] = operand
                 if operand.op != "placeholder":

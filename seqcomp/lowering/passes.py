@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from seqcomp.lowering.context import Graph, LoweringContext, Pass, Traced
 from seqcomp.lowering.gradients import sum_gradients_pass
 from seqcomp.lowering.hoist import hoist_shards_pass
 from seqcomp.lowering.outputs import output_boundary_pass
+from seqcomp.lowering.padding import PaddedLoss, padding_in, real_degree
 from seqcomp.lowering.redistribute import Redistributor
 from seqcomp.lowering.sizes import global_sizes_pass, size_emitter
 from seqcomp.lowering.snapshot import keep_global_pass
@@ -64,16 +66,28 @@ def redistribute_pass(graph: Graph, context: LoweringContext) -> Graph:
         decision = placement.decisions.get(node)
         if decision is None:
             continue
+        hidden = padding_in(node, decision, context)
+        loss = PaddedLoss.of(node, decision, context)
         for operand, want in decision.wants.items():
             have = placement.native[operand]
-            if not isinstance(have, Spec) or have == want:
+            if not isinstance(have, Spec):
                 continue
-            if _is_weight(operand, node) and have.is_replicated:
-                new = made.part_of(operand, want, node)
-            else:
-                new = made.get(operand, have, want, node)
-            node.replace_input_with(operand, new)
-        _LOCAL_FORMS[decision.form](graph, node, decision, made, context)
+            new = operand
+            if have != want:
+                whole_weight = _is_weight(operand, node) and have.is_replicated
+                make = made.part_of if whole_weight else made.get
+                args = (operand, want, node) if whole_weight else (operand, have, want, node)
+                new = make(*args)
+            for index, at in hidden.get(operand, ()):
+                new = made.hidden(new, index, want.dims[index], at, node)
+            if new is not operand:
+                node.replace_input_with(operand, new)
+        users = list(node.users)
+        if loss is not None:
+            total = loss.lowered(node, made)
+            _stands_for(total, node, users, decision.out, context)
+        if loss is None or decision.form != "mean":
+            _LOCAL_FORMS[decision.form](graph, node, decision, made, context)
     made.count_promises()
     for source, want, value in made.redistributed():
         context.traced[value] = Traced(context.traced[source].source, want, op_name(value))
@@ -105,10 +119,12 @@ def _local(
         if index in uneven:
             sizes.append(-1)  # of another size on each rank
         elif isinstance(size, Node) or size != -1:
-            sizes.append(made.floordiv(size, context.mesh.degree(axes), node))
+            padded = any(map(context.mesh.is_padded, out.dims[index]))
+            local = made.local_dim(out.dims[index], node) if padded else None
+            sizes.append(local or made.floordiv(size, context.mesh.degree(axes), node))
         else:
             keep = not uneven or op_name(node) in _KEEPS
-            sizes.append(-1 if keep else made.local_size(out.size(index), axes, node))
+            sizes.append(-1 if keep else made.local_dim(out.dims[index], node))
     args = list(node.args)
     args[position] = sizes
     node.args = tuple(args)
@@ -118,16 +134,25 @@ def _mean(
     graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
 ) -> None:
     """Mean over equal shards: the local mean, divided by their number, summed later."""
-    degree = decision.attributes["degree"]
+    divisor = decision.attributes["degree"]
     users = list(node.users)
+    if padding_in(node, decision, context):
+        divisor = real_degree(node, divisor, made)
     with graph.inserting_after(node):
-        part = graph.call_function(aten.div.Scalar, (node, degree))
+        part = graph.call_function(aten.div.Scalar, (node, divisor))
+    _stands_for(part, node, users, decision.out, context)
+
+
+def _stands_for(
+    part: Node, node: Node, users: Sequence[Node], out: Any, context: LoweringContext
+) -> None:
+    """`part`, made of `node`, is what the users of `node` meant."""
     part.meta.update(node.meta)
     context.replaced(node, part)
     for user in users:
         user.replace_input_with(node, part)
     assert context.placement is not None
-    context.placement.native[part] = decision.out
+    context.placement.native[part] = out
     moved = context.placement.decisions
     for user in users:
         if user in moved and node in moved[user].wants:
@@ -145,9 +170,12 @@ def _attention(
     node.target = ops.Attention(info.mask, info.scale, transport, info.where, info.softcap)
     tiling = None
     if info.pairs is not None:
-        tiling = tiling_of(graph, info.pairs, decision.attributes["inputs"], made, context)
+        tiling = tiling_of(graph, info.pairs, decision, made, context)
         _report_dense(info, context)
-    node.args = (*node.args[:3], tiling, node.args[7])
+    length: tuple[Any, ...] = ()
+    if context.mesh.pads and decision.attributes["tokens"]:
+        length = (made.size(context.capture.length, node),)
+    node.args = (*node.args[:3], tiling, node.args[7], *length)
 
 
 def _report_dense(info: AttentionInfo, context: LoweringContext) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from seqcomp.capture.edit import module_path, scope_of
-from seqcomp.capture.sizes import Size, SizeEmitter, common, divide, product
+from seqcomp.capture.sizes import LENGTH_SYMBOL, Size, SizeEmitter, common, divide, product
 from seqcomp.layout.parts import part_size
 from seqcomp.lowering import ops
 from seqcomp.placement.rule import MeshView
@@ -40,6 +41,7 @@ class Redistributor:
         self._sizes = sizes
         self._made: dict[tuple[Node, Spec], Node] = {}
         self._promises: dict[Node, Node] = {}
+        self._padded: Node | None = None
 
     def get(self, node: Node, have: Spec, want: Spec, before: Node) -> Node:
         """`node` (placed as `have`) as `want`, computed before `before`."""
@@ -101,7 +103,8 @@ class Redistributor:
         target = self._scatter_dim(have, want, sum_axes)
         if target is not None:
             op: ops.Op = ops.ReduceScatter(target, sum_axes, label)
-            value = self.call(op, (value,), before, scope, node)
+            length = self._length(have.dims[target][0].size, have.axes_of(target), before)
+            value = self.call(op, (value, *length), before, scope, node)
             have = have.with_dim(target, want.dims[target])
         elif sum_axes:
             value = self.call(
@@ -161,18 +164,19 @@ class Redistributor:
         source = value
         opened = len(steps) > 1
         if opened:
-            local = [self.local_size(size, axes, before) for size, axes, _ in steps]
+            local = [self.local_dim((Factor(size, axes),), before) for size, axes, _ in steps]
             value = self.call(aten.unflatten.int, (value, index, local), before, scope, source)
-        for offset, (_, have, need) in enumerate(steps):
+        for offset, (size, have, need) in enumerate(steps):
             gone = tuple(a for a in have if a not in need)
             fresh = tuple(a for a in need if a not in have)
             at = index + offset
+            length = self._length(size, tuple(a for a in have if a in need), before)
             if gone:
                 assert have[-len(gone) :] == gone, f"{gone} of {have} gathered"
                 op = ops.Gather(at, gone, self._cotangent, label)
-                value = self.call(op, (value,), before, scope, source)
+                value = self.call(op, (value, *length), before, scope, source)
             if fresh:
-                value = self.call(ops.Shard(at, fresh), (value,), before, scope, source)
+                value = self.call(ops.Shard(at, fresh), (value, *length), before, scope, source)
         if opened:
             last = index + len(steps) - 1
             value = self.call(aten.flatten.using_ints, (value, index, last), before, scope, source)
@@ -196,6 +200,50 @@ class Redistributor:
         for node in self._promises.values():
             assert isinstance(node.target, ops.Remember)
             node.target = replace(node.target, uses=len(node.users))
+
+    def _length(self, size: Size, kept: tuple[str, ...], before: Node) -> tuple[Any, ...]:
+        """The operand that says how much of a sequence is no padding, where it becomes or was
+        whole: tokens that `kept` axes share out stay padded."""
+        padded = self._mesh.pads and size == LENGTH_SYMBOL and not kept
+        return (self._sizes.emit(size, before),) if padded else ()
+
+    def hidden(self, value: Node, index: int, dim: Dim, at: int, before: Node) -> Node:
+        """`value` with zeros for the padding in the at-th factor of a dim."""
+        length = self._sizes.emit(LENGTH_SYMBOL, before)
+        args = (value, length, self.local_dim(dim[at + 1 :], before))
+        return self.call(
+            ops.HidePadding(index, dim[at].axes), args, before, common_scope(value, before), value
+        )
+
+    def padded_length(self, before: Node) -> Node:
+        """The length with its padding."""
+        if self._padded is None:
+            length = self._sizes.emit(LENGTH_SYMBOL, before)
+            assert isinstance(length, Node)
+            with self._graph.inserting_after(length):
+                self._padded = self._graph.call_function(ops.PaddedLength(), (length,))
+            self._padded.meta["nn_module_stack"] = {}
+            self._padded.meta["root_size"] = True
+        return self._padded
+
+    def local_dim(self, dim: Dim, before: Node) -> Any:
+        """A rank's size of a dim, as a node or a number."""
+        total: Any = 1
+        for factor in dim:
+            if self._mesh.is_padded(factor):
+                degree = self._mesh.degree(factor.axes)
+                size = self.floordiv(self.padded_length(before), degree, before)
+            else:
+                size = self.local_size(factor.size, factor.axes, before)
+            if isinstance(total, int) and isinstance(size, int):
+                total *= size
+            elif total == 1:
+                total = size
+            else:
+                with self._graph.inserting_before(before):
+                    total = self._graph.call_function(operator.mul, (total, size))
+                total.meta["nn_module_stack"] = dict(before.meta.get("nn_module_stack") or {})
+        return total
 
     def size(self, size: Size, before: Node) -> Any:
         """A global size as a node or a number."""

@@ -10,18 +10,25 @@ from seqcomp.capture.pair_masks import PairReading
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import Graph, LoweringContext
 from seqcomp.lowering.redistribute import Redistributor
+from seqcomp.placement.rule import Decision
 from seqcomp.placement.spec import Spec
 
 
 def tiling_of(
     graph: Graph,
     reading: PairReading,
-    wanted: Sequence[Spec],
+    decision: Decision,
     made: Redistributor,
     context: LoweringContext,
 ) -> Node:
     """The node that makes the tiling of a mask; attentions with equal masks share it."""
-    op = ops.MaskTiling(reading.mask, tuple(item.dims for item in reading.inputs))
+    wanted: tuple[Spec, ...] = decision.attributes["inputs"]
+    op = ops.MaskTiling(
+        reading.mask,
+        tuple(item.dims for item in reading.inputs),
+        whole=not decision.attributes["tokens"],
+        padded=context.mesh.pads,
+    )
     key = (op, tuple(item.node for item in reading.inputs), tuple(wanted))
     if key not in context.tilings:
         context.tilings[key] = _tiling(graph, op, reading, wanted, made, context)
@@ -45,6 +52,8 @@ def _tiling(
         assert isinstance(have, Spec)
         given.append(made.get(node, have, want, before))
     length = made.size(context.capture.length, before)
+    # What another operation wanted in the same form may have been made further down.
+    before = _after(graph, [*nodes, *given])
     with graph.inserting_before(before):
         tiling = graph.call_function(op, (length, *given))
     computed = [n for n in nodes if n.op != "placeholder"]

@@ -42,6 +42,7 @@ def mesh_view(resolved: ResolvedPlan) -> MeshView:
         sequence=tuple(a for a in resolved.sequence_axes if a in degrees),
         batch=tuple(a for a in resolved.batch_axes if a in degrees),
         tensor=resolved.tensor_axis if resolved.tensor_axis in degrees else None,
+        pads=resolved.plan.padding == "pad" and any(a in degrees for a in resolved.sequence_axes),
     )
 
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import is_tensor
 from seqcomp.capture.export import Capture
-from seqcomp.capture.sizes import Size
+from seqcomp.capture.sizes import LENGTH_SYMBOL, Size
 from seqcomp.diagnostics import Diagnostic
 from seqcomp.placement.megatron import TensorPlan
 from seqcomp.placement.spec import Dim, Factor, Spec, is_uneven, merged, replicated, whole
@@ -24,6 +24,7 @@ class MeshView:
     sequence: tuple[str, ...]  # ring, ulysses, tensor order
     batch: tuple[str, ...]
     tensor: str | None = None  # the innermost sequence axis, of megatron_sp
+    pads: bool = False  # whether lengths that do not divide are padded
 
     def without_sequence(self) -> MeshView:
         """The mesh as a module sees it that runs on the whole sequence."""
@@ -35,6 +36,10 @@ class MeshView:
         for axis in axes:
             total *= self.degrees[axis]
         return total
+
+    def is_padded(self, factor: Factor) -> bool:
+        """Whether ranks hold tokens of a padded sequence."""
+        return self.pads and factor.size == LENGTH_SYMBOL and bool(factor.axes)
 
     def is_uneven(self, dim: Dim) -> bool:
         """Whether ranks hold parts of unequal size of this dim."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from seqcomp.diagnostics import Diagnostic, diagnostic
+from seqcomp.layout.heads import head_map
 from seqcomp.plan.axes import degree, owned_axes
 from seqcomp.plan.facts import ModelFacts
 from seqcomp.plan.legality import (
@@ -17,7 +18,6 @@ from seqcomp.plan.legality import (
     nearest_lengths,
 )
 from seqcomp.plan.schema import Plan
-from seqcomp.plan.unavailable import is_available
 
 Found = Iterator[Diagnostic]
 
@@ -25,6 +25,7 @@ Found = Iterator[Diagnostic]
 def check_model(plan: Plan, facts: ModelFacts | None, seq_len: int | None) -> Found:
     """All rules of this file; those about the model need ``facts``."""
     yield from length_fits(plan, facts, seq_len)
+    yield from padding_serves(plan)
     yield from length_insisted(plan, seq_len)
     if facts is not None:
         yield from tensor_heads_fit(plan, facts)
@@ -51,11 +52,9 @@ def tensor_heads_fit(plan: Plan, facts: ModelFacts) -> Found:
 
 
 def ulysses_heads_fit(plan: Plan, facts: ModelFacts) -> Found:
-    """SC201, SC202, SC403: whole heads per rank after the all-to-all."""
-    ulysses = plan.strategies.ulysses
-    if ulysses is None or not ulysses.pad_heads:
-        tensor = degree(plan, "megatron_sp")
-        yield from _heads_fit(plan, facts, "ulysses", ("SC201", "SC202"), tensor=tensor)
+    """SC201, SC202, SC403, SC411: whole heads per rank after the all-to-all, or padded ones."""
+    tensor = degree(plan, "megatron_sp")
+    yield from _heads_fit(plan, facts, "ulysses", ("SC201", "SC202"), tensor=tensor)
 
 
 def _heads_fit(
@@ -66,6 +65,7 @@ def _heads_fit(
         return
     axis = owned_axes(plan)[strategy]
     per = f" per tensor rank (tensor {tensor})" if tensor > 1 else ""
+    ulysses = plan.strategies.ulysses if strategy == "ulysses" else None
     for (all_heads, all_kv), place in _head_shapes(facts).items():
         if all_heads % tensor:
             continue  # the tensor rule has said so
@@ -82,16 +82,46 @@ def _heads_fit(
                     found=parts,
                 )
             continue
+        if ulysses is not None and ulysses.pad_heads:
+            yield _padded(plan, axis, parts, (heads, kv), f"{per} of {place}")
+            continue
         count = f"{heads} query heads" if not q_fits else f"{kv} KV heads"
         verb = "does not divide" if not q_fits else "does not fit"
         yield diagnostic(
             codes[0] if not q_fits else codes[1],
             where=plan.where("mesh", axis),
-            message=f"{strategy}: the degree {parts} {verb} the {count}{per} of {place}",
+            message=f"{strategy}: the degree {parts} {verb} the {count}{per} of {place} "
+            f"({heads} query heads, {kv} KV heads)",
             found=parts,
             legal=legal,
-            help=f"set mesh.{axis} to {_one_of(legal)}{_use_ring(plan, strategy)}",
+            help=f"set mesh.{axis} to {_one_of(legal)}{_use_ring(plan, strategy)}"
+            f"{_use_padding(parts, heads, kv) if ulysses else ''}",
         )
+
+
+def _padded(
+    plan: Plan, axis: str, parts: int, heads_and_kv: tuple[int, int], where: str
+) -> Diagnostic:
+    """SC411: what heads that the degree does not divide cost."""
+    heads, kv = heads_and_kv
+    slots = head_map(heads, kv, parts)
+    work = len(slots.queries)
+    moved, ideal = 2 * (work + len(slots.keys)), 2 * (heads + max(kv, parts))
+    return diagnostic(
+        "SC411",
+        where=plan.where("mesh", axis),
+        message=f"ulysses {parts} with pad_heads over the {heads} query heads and {kv} KV heads"
+        f"{where}: every rank has {slots.rank_queries} query heads and {slots.rank_keys} KV heads; "
+        f"{work - heads} query heads of zeros ({work / heads:.2f} x the work of attention), "
+        f"{moved - ideal:+d} heads per token in the exchanges ({moved / ideal:.2f} x the bytes)",
+        found=parts,
+        legal=head_degrees(heads, kv),
+    )
+
+
+def _use_padding(parts: int, heads: int, kv: int) -> str:
+    work = len(head_map(heads, kv, parts).queries) / heads
+    return f", or set strategies.ulysses.pad_heads: true ({work:.2f} x the work of attention)"
 
 
 def _use_ring(plan: Plan, strategy: str) -> str:
@@ -139,10 +169,10 @@ def _lengths(
 
 def length_fits(plan: Plan, facts: ModelFacts | None, seq_len: int | None) -> Found:
     """SC206: the length can be cut as the layout needs it."""
-    if plan.padding == "pad":
-        return
     ring, ulysses, tensor = (degree(plan, name) for name in ("ring", "ulysses", "megatron_sp"))
     layout = plan.strategies.ring.layout if plan.strategies.ring else "contiguous"
+    if plan.padding == "pad" and layout == "auto":
+        layout = "zigzag" if facts is not None and facts.all_causal else "contiguous"
     factor = length_factor(layout, ring, ulysses * tensor)
     sizes = f"ring {ring} x ulysses {ulysses} x tensor {tensor}"
     if layout == "zigzag" and ring > 1:
@@ -150,14 +180,35 @@ def length_fits(plan: Plan, facts: ModelFacts | None, seq_len: int | None) -> Fo
     for length, where in _lengths(plan, facts, seq_len):
         if length % factor:
             near = nearest_lengths(length, factor)
-            pad = ", or set padding: pad" if is_available("SC903") else ""
+            if plan.padding == "pad":
+                yield diagnostic(
+                    "SC412",
+                    where=where,
+                    message=f"a sequence of {length} tokens is padded to {near[-1]} ({sizes})",
+                    found=length,
+                    legal=near,
+                )
+                continue
             yield diagnostic(
                 "SC206",
                 where=where,
                 message=f"the sequence length {length} is not a multiple of {factor} ({sizes})",
                 found=length,
                 legal=near,
-                help=f"use a length of {_one_of(near)}{pad}",
+                help=f"use a length of {_one_of(near)}, or set padding: pad",
+            )
+
+
+def padding_serves(plan: Plan) -> Found:
+    """SC212: what is handed out as shards has no padding in it."""
+    for name, mode in plan.outputs.items():
+        if plan.padding == "pad" and mode == "sharded":
+            yield diagnostic(
+                "SC212",
+                where=plan.where("outputs", name),
+                found="sharded",
+                legal=("full", "drop"),
+                help="use full or drop, or lengths that divide and padding: none",
             )
 
 
@@ -194,7 +245,7 @@ def layout_suits(plan: Plan, facts: ModelFacts, seq_len: int | None) -> Found:
         return
     factor = length_factor("zigzag", ring, degree(plan, "ulysses") * degree(plan, "megatron_sp"))
     lengths = [length for length, _ in _lengths(plan, facts, seq_len)]
-    uneven = [length for length in lengths if length % factor]
+    uneven = [length for length in lengths if length % factor and plan.padding == "none"]
     if layout == "contiguous" or (layout == "auto" and uneven):
         advice = "set layout: auto" if layout == "contiguous" else ""
         if uneven:

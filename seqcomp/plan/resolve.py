@@ -108,7 +108,8 @@ class ResolvedPlan:
         if self.layout_kind != "auto":
             return self.layout_kind
         factor = length_factor("zigzag", self.ring_size, self.inner_size)
-        return "zigzag" if all_causal and (length or 0) % factor == 0 else "contiguous"
+        fits = self.plan.padding == "pad" or (length or 0) % factor == 0
+        return "zigzag" if all_causal and fits else "contiguous"
 
     def transport_for(self, module_path: str) -> Transport:
         """How K/V travel for the attention at (or inside) ``module_path``; the last match wins."""

@@ -38,8 +38,6 @@ def _override(key: str) -> Callable[[Plan], list[Path]]:
 # (code, a function that gives the places where a plan uses the part)
 NOT_AVAILABLE: tuple[tuple[str, Callable[[Plan], list[Path]]], ...] = (
     ("SC901", _strategy("fsdp")),
-    ("SC903", lambda plan: [("padding",)] if plan.padding != "none" else []),
-    ("SC904", _option("ulysses", "pad_heads", False)),
     ("SC905", _option("memory", "checkpoint", "none")),
     ("SC906", _option("memory", "loss_chunks", 1)),
     ("SC907", _option("memory", "offload", "none")),
@@ -59,8 +57,3 @@ def check_available(plan: Plan) -> Iterator[Diagnostic]:
                 where=plan.where(*path),
                 help=f"remove it from the plan: {CODES[code].text}",
             )
-
-
-def is_available(code: str) -> bool:
-    """Whether the part with this SC9xx code is built."""
-    return all(row[0] != code for row in NOT_AVAILABLE)

@@ -16,9 +16,10 @@ from seqcomp.runtime.comm import RankContext
 
 @dataclass(frozen=True)
 class Report:
-    """What one call of a program does on the first rank; ranks of a mesh all do the same.
+    """What one call of a program does on one rank; ranks of a mesh nearly all do the same.
 
-    Only where the tensor axis does not divide a vocabulary have the last ranks a little less.
+    Where the tensor axis does not divide a vocabulary the last ranks have a little less, and under
+    a window of attention those along the ring need and send different keys: rows are this rank's.
 
     `comm` counts one forward and its backward. `batch` is the rank's own, `length` the full one
     (None where the model has no such dim). `mesh` lists the axes, outermost first.
@@ -51,9 +52,10 @@ class Report:
     def __str__(self) -> str:
         axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         forward, backward = (readable(self.bytes_sent(p)) for p in ("forward", "backward"))
+        sends = "sends at most" if any(row.at_most for row in self.comm) else "sends"
         headline = (
             f"program {self.program} on {axes}; batch {self.batch}, length {self.length}; "
-            f"each rank sends {forward} forward, {backward} backward"
+            f"each rank {sends} {forward} forward, {backward} backward"
         )
         return as_text(
             [
@@ -79,7 +81,7 @@ def build_report(
         mesh=dict(resolved.axes),
         batch=batch,
         length=length,
-        comm=comm_rows(program, values, resolved),
+        comm=comm_rows(program, values, resolved, context.coords.get(resolved.ring_axis or "", 0)),
         kernels=kernel_rows(program, values, resolved, context.device),
         findings=program.findings,
     )

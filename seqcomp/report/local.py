@@ -43,7 +43,7 @@ def local_values(
             elif node.op == "call_function":
                 args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                 if isinstance(node.target, ops.Op):
-                    values[node] = _imitate(node, node.target, args, degrees, fake)
+                    values[node] = _imitate(node, node.target, args, degrees, fake, program)
                 else:
                     values[node] = node.target(*args, **kwargs)
     return values
@@ -114,7 +114,12 @@ def _cut(value: Any, program: Program, name: str, degrees: Mapping[str, int]) ->
 
 
 def _imitate(
-    node: Node, op: ops.Op, args: Any, degrees: Mapping[str, int], fake: FakeTensorMode
+    node: Node,
+    op: ops.Op,
+    args: Any,
+    degrees: Mapping[str, int],
+    fake: FakeTensorMode,
+    program: Program,
 ) -> Any:
     computed = _computed(node, op, args, fake)
     if computed is not None:
@@ -124,10 +129,15 @@ def _imitate(
         degree *= degrees[axis]
     match op:
         case ops.Shard() | ops.ReduceScatter():
-            (x,) = args
+            x = args[0]
+            if len(args) > 1:
+                x = pad_to(x, op.dim, program.layout.padded(args[1]))
             return x.narrow(op.dim, 0, x.shape[op.dim] // degree)
         case ops.Gather():
-            return torch.cat([args[0]] * degree, op.dim)
+            whole = torch.cat([args[0]] * degree, op.dim)
+            return whole.narrow(op.dim, 0, args[1]) if len(args) > 1 else whole
+        case ops.PaddedLength():
+            return program.layout.padded(args[0])
         case ops.AllToAll():
             (x,) = args
             part = x.narrow(op.scatter_dim, 0, x.shape[op.scatter_dim] // degree)
@@ -140,7 +150,7 @@ def _imitate(
             return tuple(args)
         case ops.FillBucket():
             return args[0]
-    same = ops.AllReduce | ops.OwnCotangent | ops.SumGradient | ops.LocalPart
+    same = ops.AllReduce | ops.OwnCotangent | ops.SumGradient | ops.LocalPart | ops.HidePadding
     assert isinstance(op, same), op
     return args[0].view_as(args[0])
 
@@ -151,7 +161,7 @@ def _computed(node: Node, op: ops.Op, args: Any, fake: FakeTensorMode) -> Any:
         case ops.Constant():
             return fake.from_tensor(op.value)
         case ops.Attention():
-            q, _, v, tiling, sinks = args
+            q, _, v, tiling, sinks = args[:5]
             out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=node.meta["val"].dtype)
             given = (*args[:3], *(tiling or ()), *([] if sinks is None else [sinks]))
             grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)

@@ -16,14 +16,16 @@ def comm_table(rows: Iterable[CommRow]) -> Table:
     groups: dict[tuple[str, ...], list[CommRow]] = {}
     for row in sorted(rows, key=lambda r: r.phase == "backward"):
         overlap = "yes" if row.overlappable else "no"
-        key: tuple[str, ...] = (pattern(row.module), row.kind, row.axis, row.phase, overlap)
+        exact = "at most " if row.at_most else ""
+        key: tuple[str, ...] = (pattern(row.module), row.kind, row.axis, row.phase, overlap, exact)
         groups.setdefault(key, []).append(row)
     table = Table("module", "collective", "axis", "phase", "can overlap", title="sent by one rank")
     table.add_column("calls", justify="right")
     table.add_column("bytes", justify="right")
     for key, members in groups.items():
         calls, sent = sum(r.count for r in members), sum(r.bytes_sent for r in members)
-        table.add_row(*key, str(calls), readable(sent))
+        *names, exact = key
+        table.add_row(*names, exact + str(calls), exact + readable(sent))
     return table
 
 

@@ -13,6 +13,8 @@ from torch.fx import Node
 
 from seqcomp.capture.facts import mask_name
 from seqcomp.capture.recognise import AttentionInfo
+from seqcomp.layout.sequence import SequenceLayout
+from seqcomp.layout.travel import travel_of
 from seqcomp.lowering import ops
 from seqcomp.lowering.program import Program
 from seqcomp.plan.resolve import ResolvedPlan
@@ -23,7 +25,7 @@ from seqcomp.strategies.compose import attention_steps
 # Operations over a group that send nothing.
 _SILENT = (
     ops.Shard, ops.OwnCotangent, ops.SumGradient, ops.VocabularyEmbedding, ops.OwnHeads,
-    ops.PadPart, ops.Part,
+    ops.PadPart, ops.Part, ops.HidePadding,
 )  # fmt: skip
 
 
@@ -34,7 +36,8 @@ class CommRow:
     `module` is the path of the module that needs the value, "gradients" for the sums of those of
     parameters, or the name of an input or output. `axis` joins the mesh axes of the group with "+".
     `bytes_sent` is logical payload in bytes, the rank's own part excluded (an all-reduce counts
-    as reduce-scatter and all-gather).
+    as reduce-scatter and all-gather). Where `at_most`, a mask decides call by call how much of
+    that is needed, and no more is sent.
     """
 
     module: str
@@ -44,6 +47,7 @@ class CommRow:
     bytes_sent: int
     phase: Phase
     overlappable: bool
+    at_most: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,17 +76,21 @@ class KernelRow:
 
 
 def comm_rows(
-    program: Program, values: Mapping[Node, Any], resolved: ResolvedPlan
+    program: Program, values: Mapping[Node, Any], resolved: ResolvedPlan, ring_rank: int = 0
 ) -> tuple[CommRow, ...]:
     """Everything that one rank sends in a call and its backward, in the order of the forward.
 
-    values: as from `local_values`. Backward rows suppose that every output takes part in the
-    loss.
+    values: as from `local_values`. ring_rank: the rank's place along the ring. Backward rows
+    suppose that every output takes part in the loss.
     """
     found: list[CommRow] = []
     for node in program.flat.nodes:
         if isinstance(node.target, ops.Op):
-            found.extend(_rows_of(node, node.target, values, resolved))
+            if isinstance(node.target, ops.Attention):
+                layout = program.layout
+                found.extend(_attention(node, node.target, values, resolved, layout, ring_rank))
+            else:
+                found.extend(_rows_of(node, node.target, values, resolved))
     return tuple(_merged(found))
 
 
@@ -109,7 +117,7 @@ def kernel_rows(
                 heads=info.heads,
                 kv_heads=info.kv_heads,
                 head_dim=q.shape[3],
-                mask=mask_name(info) if info.mask is None else type(info.mask).__name__.lower(),
+                mask=mask_name(info),
                 layout=program.layout.kind,
                 transport=op.transport if divided and resolved.ring_size > 1 else "none",
             )
@@ -128,9 +136,6 @@ def _kernel(
 def _rows_of(
     node: Node, op: ops.Op, values: Mapping[Node, Any], resolved: ResolvedPlan
 ) -> Iterator[CommRow]:
-    if isinstance(op, ops.Attention):
-        yield from _attention(node, op, values, resolved)
-        return
     degree = math.prod(resolved.axes[axis] for axis in op.axes_used())
     if degree == 1:
         return
@@ -152,9 +157,10 @@ def _rows_of(
             if backward and op.cotangent == "partial":
                 yield row("reduce_scatter", (degree - 1) * size, "backward")
         case ops.ReduceScatter():
-            yield row("reduce_scatter", size // degree * (degree - 1), "forward")
+            own = values[node].numel() * values[node].element_size()
+            yield row("reduce_scatter", own * (degree - 1), "forward")
             if backward:
-                yield row("all_gather", size // degree * (degree - 1), "backward")
+                yield row("all_gather", own * (degree - 1), "backward")
         case ops.AllToAll():
             yield row("all_to_all", size // degree * (degree - 1), "forward")
             if backward:
@@ -208,7 +214,12 @@ def _tensor_parallel(
 
 
 def _attention(
-    node: Node, op: ops.Attention, values: Mapping[Node, Any], resolved: ResolvedPlan
+    node: Node,
+    op: ops.Attention,
+    values: Mapping[Node, Any],
+    resolved: ResolvedPlan,
+    layout: SequenceLayout,
+    ring_rank: int,
 ) -> Iterator[CommRow]:
     q, k, v = _operands(node, values)[:3]
     element = values[node].element_size()
@@ -222,11 +233,12 @@ def _attention(
         element_bytes=element,
         accumulator_bytes=max(element, 4),
     )
-    for step in attention_steps(resolved, shape, op.label):
+    travel = travel_of(op.mask, layout, shape.length) if op.mask is not None else None
+    for step in attention_steps(resolved, shape, op.label, travel, ring_rank):
         if step.phase == "forward" or values[node].requires_grad:
             yield CommRow(
                 op.label, step.kind, step.axis, step.count, step.bytes_sent, step.phase,
-                step.overlappable,
+                step.overlappable, at_most=op.mask is None and step.axis == resolved.ring_axis,
             )  # fmt: skip
 
 
@@ -238,8 +250,8 @@ def _merged(rows: Iterable[CommRow]) -> Iterator[CommRow]:
     """Equal kinds of one place are one row."""
     total: dict[tuple[Any, ...], tuple[int, int]] = {}
     for row in rows:
-        key = (row.module, row.kind, row.axis, row.phase, row.overlappable)
+        key = (row.module, row.kind, row.axis, row.phase, row.overlappable, row.at_most)
         count, sent = total.get(key, (0, 0))
         total[key] = (count + row.count, sent + row.bytes_sent)
-    for (module, kind, axis, phase, overlappable), (count, sent) in total.items():
-        yield CommRow(module, kind, axis, count, sent, phase, overlappable)
+    for (module, kind, axis, phase, overlappable, at_most), (count, sent) in total.items():
+        yield CommRow(module, kind, axis, count, sent, phase, overlappable, at_most)

@@ -30,12 +30,16 @@ def shard(
     dim: int,
     comm: Communicator,
     layout: SequenceLayout | None = None,
+    padded: int | None = None,
 ) -> Tensor:
     """Replicate -> Shard: this rank's tokens along ``dim``, in local order; sends nothing.
 
-    The backward scatters into zeros: the partial cotangent of a replicated value.
+    ``padded``: the length to which copies of the last token fill it up first. The backward
+    scatters into zeros: the partial cotangent of a replicated value.
     """
-    return _Shard.apply(x, Tokens(x, dim, comm, layout, ""), False)
+    return _Shard.apply(
+        x, Tokens(x, dim, comm, layout, "", padded=padded, length=x.shape[dim]), False
+    )
 
 
 def enter(
@@ -57,14 +61,16 @@ def gather(
     layout: SequenceLayout | None = None,
     *,
     cotangent: Cotangent = "partial",
+    length: int | None = None,
     label: str = "",
 ) -> Tensor:
-    """Shard -> Replicate: all tokens along ``dim`` in global order.
+    """Shard -> Replicate: all tokens along ``dim`` in global order, ``length`` of them.
 
     The backward is a reduce-scatter of a partial cotangent, or this rank's slice of a replicated
     one (a module's output).
     """
-    return _Gather.apply(x, Tokens(x, dim, comm, layout, label, local=True), cotangent)
+    tokens = Tokens(x, dim, comm, layout, label, local=True, length=length)
+    return _Gather.apply(x, tokens, cotangent)
 
 
 def reduce_scatter(
@@ -72,11 +78,16 @@ def reduce_scatter(
     dim: int,
     comm: Communicator,
     layout: SequenceLayout | None = None,
+    padded: int | None = None,
     *,
     label: str = "",
 ) -> Tensor:
-    """Partial -> Shard: the sum over the ranks, of which this rank keeps its tokens."""
-    return _ReduceScatter.apply(x, Tokens(x, dim, comm, layout, label))
+    """Partial -> Shard: the sum over the ranks, of which this rank keeps its tokens.
+
+    ``padded`` as in ``shard``.
+    """
+    tokens = Tokens(x, dim, comm, layout, label, padded=padded, length=x.shape[dim])
+    return _ReduceScatter.apply(x, tokens)
 
 
 def all_reduce(
@@ -132,8 +143,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         tokens: Tokens = ctx.tokens
         if ctx.cotangent == "replicated":
-            return tokens.take(grad), None, None
-        rows = tokens.blocks(grad)
+            return tokens.take(grad, zeros=True), None, None
+        rows = tokens.blocks(grad, zeros=True)
         return tokens.comm.reduce_scatter(rows, phase="backward", label=tokens.label), None, None
 
 

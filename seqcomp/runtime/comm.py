@@ -101,19 +101,44 @@ class Communicator(ABC):
         *,
         to: int,
         source: int,
+        receives: Sequence[Tensor] | None = None,
         phase: Phase = "forward",
         label: str = "",
     ) -> Pending:
-        """Post sends to rank ``to`` and receives of the same shapes from ``source``, in one batch.
+        """Post sends to rank ``to`` and receives from ``source``, in one batch.
 
-        The tensors must not change before ``wait``.
+        receives: contiguous tensors to fill, as many and of such shapes as ``source`` sends; like
+        ``sends`` unless given. Both may be empty, but every rank of the group must call. The
+        tensors must not change before ``wait``.
         """
         sends = [x.detach().contiguous() for x in sends]
         if self.size == 1:
             return Arrived([x.clone() for x in sends])
         assert to != self.rank != source, "an exchange with oneself"
-        self._count("p2p", sum(map(_nbytes, sends)), phase, label)
-        return self._start_exchange(sends, to, source)
+        if sends:
+            self._count("p2p", sum(map(_nbytes, sends)), phase, label)
+        if receives is None:
+            receives = [torch.empty_like(x) for x in sends]
+        return self._start_exchange(sends, list(receives), to, source)
+
+    def exchange_all(
+        self,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor],
+        *,
+        kind: Literal["all_gather", "reduce_scatter"],
+        phase: Phase = "forward",
+        label: str = "",
+    ) -> None:
+        """One tensor to and from every rank, of any sizes, also none; fills ``receives``.
+
+        Item r of each list is to or from rank r, one-dimensional, contiguous and of one dtype;
+        this rank's own items are empty. Counted as the ``kind`` of which it is the needed part.
+        """
+        assert len(sends) == len(receives) == self.size, "an item for each rank"
+        assert len(sends[self.rank]) == len(receives[self.rank]) == 0, "a message to oneself"
+        self._count(kind, sum(map(_nbytes, sends)), phase, label)
+        self._exchange_all([x.detach() for x in sends], list(receives))
 
     @abstractmethod
     def _start_all_gather(self, x: Tensor) -> Pending: ...
@@ -128,7 +153,12 @@ class Communicator(ABC):
     def _all_to_all(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def _start_exchange(self, sends: list[Tensor], to: int, source: int) -> Pending: ...
+    def _start_exchange(
+        self, sends: list[Tensor], receives: list[Tensor], to: int, source: int
+    ) -> Pending: ...
+
+    @abstractmethod
+    def _exchange_all(self, sends: list[Tensor], receives: list[Tensor]) -> None: ...
 
     def _count(self, kind: str, sent: int, phase: Phase, label: str) -> None:
         self.traffic.add(kind, self.axis, sent, phase, label)

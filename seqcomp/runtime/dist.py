@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from seqcomp.runtime.comm import (
+    Arrived,
     Communicator,
     Pending,
     RankContext,
@@ -28,6 +29,8 @@ __all__ = ["Communicator", "RankContext", "Traffic", "group_count", "process_con
 
 _COLLECTIVE_TAG = 0x5EC1
 """Keeps the messages of collectives on the CPU apart from all others on the same group."""
+
+_MOST_TENSORS = 4  # of one exchange: each has a tag of its own
 
 Partition = tuple[tuple[int, ...], ...]
 """Disjoint sets of global ranks, each sorted, that together cover a mesh."""
@@ -226,27 +229,57 @@ class ProcessCommunicator(Communicator):
         return out if self._to_nested is None else out[self._to_nested]
 
     def _post(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> list[dist.Work]:
-        """One message to and from every other rank, in rank order; contiguous tensors."""
+        """One message to and from every other rank, in rank order; contiguous tensors.
+
+        Of empty ones both sides know.
+        """
         group, others = self._group, [i for i in range(self.size) if i != self.rank]
         assert group is not None
         # gloo matches messages of one tag between two ranks in the order of their posting.
         return [
-            *(group.recv([receives[i]], self._peers[i], _COLLECTIVE_TAG) for i in others),
-            *(group.send([sends[i]], self._peers[i], _COLLECTIVE_TAG) for i in others),
+            *(
+                group.recv([receives[i]], self._peers[i], _COLLECTIVE_TAG)
+                for i in others
+                if receives[i].numel()
+            ),
+            *(
+                group.send([sends[i]], self._peers[i], _COLLECTIVE_TAG)
+                for i in others
+                if sends[i].numel()
+            ),
         ]
 
-    def _start_exchange(self, sends: list[Tensor], to: int, source: int) -> Pending:
-        receives = [torch.empty_like(x) for x in sends]
+    def _start_exchange(
+        self, sends: list[Tensor], receives: list[Tensor], to: int, source: int
+    ) -> Pending:
+        # NCCL wants all ranks in the first call of a group, and not all may have something to do.
+        if not self._exchanges and "nccl" in dist.get_backend_config(self._group):
+            dist.barrier(self._group)
         # Several exchanges may be on their way between the same two ranks: gloo tells them apart
         # by tag, NCCL by order.
         self._exchanges += 1
-        tag = self._exchanges % 4096 * len(sends)
+        tag = self._exchanges % 4096 * _MOST_TENSORS
         ops = [
             dist.P2POp(op, x, self._ranks[peer], self._group, tag=tag + i)
             for op, tensors, peer in ((dist.isend, sends, to), (dist.irecv, receives, source))
             for i, x in enumerate(tensors)
         ]
+        assert max(len(sends), len(receives)) <= _MOST_TENSORS
+        if not ops:
+            return Arrived([])
         return _Posted(dist.batch_isend_irecv(ops), sends, lambda: receives)
+
+    def _exchange_all(self, sends: list[Tensor], receives: list[Tensor]) -> None:
+        if sends[0].device.type == "cpu":
+            _wait(self._post(sends, receives))
+            return
+        order = range(self.size) if self._to_group is None else self._to_group
+        ours, theirs = [sends[i] for i in order], [receives[i] for i in order]
+        packed, sizes = torch.cat(ours), [len(x) for x in theirs]
+        out = packed.new_empty(sum(sizes))
+        dist.all_to_all_single(out, packed, sizes, [len(x) for x in ours], group=self._group)
+        for x, part in zip(theirs, out.split(sizes), strict=True):
+            x.copy_(part)
 
 
 class _Posted(Pending):

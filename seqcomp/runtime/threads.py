@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -154,7 +153,7 @@ class _Room:
         self._reached = [0] * size
         self._meetings: dict[int, dict[int, Any]] = {}
         self._left: dict[int, int] = {}
-        self._mail: dict[tuple[int, int], deque[list[Tensor]]] = {}
+        self._mail: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def meet(self, rank: int, what: str, value: Any, timeout_s: float) -> list[Any]:
         """Everybody's value in rank order. The ranks must agree on ``what`` they came for."""
@@ -173,17 +172,16 @@ class _Room:
             raise RuntimeError(f"ranks met for different things: {'; '.join(reasons)}")
         return [meeting[i][1] for i in range(self._size)]
 
-    def send(self, source: int, to: int, tensors: list[Tensor]) -> None:
+    def send(self, source: int, to: int, number: int, tensors: list[Tensor]) -> None:
         with self.changed:
-            self._mail.setdefault((source, to), deque()).append(tensors)
+            self._mail[source, to, number] = tensors
             self.changed.notify_all()
 
-    def receive(self, source: int, to: int, timeout_s: float) -> list[Tensor]:
+    def receive(self, source: int, to: int, number: int, timeout_s: float) -> list[Tensor]:
         with self.changed:
-            box = self._mail.setdefault((source, to), deque())
-            what = f"the send of rank {source} to {to}"
-            self._world.wait(self.changed, lambda: bool(box), what, timeout_s)
-            return box.popleft()
+            box, what = (source, to, number), f"the send of rank {source} to {to}"
+            self._world.wait(self.changed, lambda: box in self._mail, what, timeout_s)
+            return self._mail.pop(box)
 
 
 class _ThreadContext(RankContext):
@@ -223,6 +221,7 @@ class _ThreadCommunicator(Communicator):
         super().__init__("+".join(axes), size, rank, traffic)
         self._room = room
         self._timeout_s = timeout_s
+        self._exchanges = 0
 
     def _start_all_gather(self, x: Tensor) -> Pending:
         return Arrived([torch.stack(self._meet("all_gather", x))])
@@ -237,9 +236,22 @@ class _ThreadCommunicator(Communicator):
     def _all_to_all(self, x: Tensor) -> Tensor:
         return torch.stack([given[self.rank] for given in self._meet("all_to_all", x)])
 
-    def _start_exchange(self, sends: list[Tensor], to: int, source: int) -> Pending:
-        self._room.send(self.rank, to, [x.clone() for x in sends])
-        return _Mail(self._room, source, self.rank, self._timeout_s)
+    def _start_exchange(
+        self, sends: list[Tensor], receives: list[Tensor], to: int, source: int
+    ) -> Pending:
+        self._exchanges += 1
+        if sends:
+            self._room.send(self.rank, to, self._exchanges, [x.clone() for x in sends])
+        if not receives:
+            return Arrived([])
+        return _Mail(self._room, (source, self.rank, self._exchanges), self._timeout_s, receives)
+
+    def _exchange_all(self, sends: list[Tensor], receives: list[Tensor]) -> None:
+        given = self._room.meet(
+            self.rank, f"exchange over {self.axis}", [x.clone() for x in sends], self._timeout_s
+        )
+        for out, row in zip(receives, given, strict=True):
+            out.copy_(row[self.rank])
 
     def _meet(self, what: str, x: Tensor) -> list[Tensor]:
         what = f"{what} of {list(x.shape)} {x.dtype} over {self.axis}"
@@ -247,13 +259,18 @@ class _ThreadCommunicator(Communicator):
 
 
 class _Mail(Pending):
-    def __init__(self, room: _Room, source: int, rank: int, timeout_s: float) -> None:
-        self._where = (source, rank)
+    def __init__(
+        self, room: _Room, box: tuple[int, int, int], timeout_s: float, like: list[Tensor]
+    ) -> None:
         self._room = room
+        self._box = box
         self._timeout_s = timeout_s
+        self._shapes = [x.shape for x in like]
 
     def wait(self) -> list[Tensor]:
-        return self._room.receive(*self._where, self._timeout_s)
+        found = self._room.receive(*self._box, self._timeout_s)
+        assert [x.shape for x in found] == self._shapes, "the two ranks disagree on a message"
+        return found
 
 
 class _ThreadHost(HostChannel):

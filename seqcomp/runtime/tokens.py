@@ -13,7 +13,12 @@ from seqcomp.runtime.traffic import Phase
 
 
 class Tokens:
-    """Moves one dim of a tensor; ``x`` is global, or this rank's shard with ``local``."""
+    """Moves one dim of a tensor; ``x`` is global, or this rank's shard with ``local``.
+
+    A global length that the layout does not take is padded to ``padded`` on the way to the ranks,
+    and ``length`` on the way back says how long it was. The padding stands at the end: copies of
+    the last token, so that whatever is finite for tokens is for them, or zeros for cotangents.
+    """
 
     def __init__(
         self,
@@ -24,16 +29,22 @@ class Tokens:
         label: str,
         *,
         local: bool = False,
+        padded: int | None = None,
+        length: int | None = None,
     ) -> None:
         self.dim = dim % x.dim()
         self.comm = comm
         self.label = label
         self.layout = layout or SequenceLayout("contiguous", comm.size)
         assert self.layout.size == comm.size, f"{self.layout} over {comm.size} ranks"
-        self.length = x.shape[self.dim] * (comm.size if local else 1)
+        given = x.shape[self.dim] * (comm.size if local else 1)
+        self.length = given if padded is None else padded
+        self.real = given if length is None else length
+        assert self.real <= self.length, f"{self.real} tokens in {self.length}"
 
-    def take(self, x: Tensor, rank: int | None = None) -> Tensor:
+    def take(self, x: Tensor, rank: int | None = None, *, zeros: bool = False) -> Tensor:
         """A rank's tokens of a global tensor, as a new tensor."""
+        x = self._extended(x, zeros)
         pieces = [x[self._at(part)] for part in self._ranges(rank)]
         if len(pieces) == 1:
             return pieces[0].clone(memory_format=torch.contiguous_format)
@@ -50,10 +61,11 @@ class Tokens:
         """Shard [..., s/P, ...] -> zeros [..., s, ...] with the shard in its places."""
         out = x.new_zeros(self._shape(x, self.length))
         self.put(out, x)
-        return out
+        return self._shortened(out)
 
-    def blocks(self, x: Tensor) -> Tensor:
+    def blocks(self, x: Tensor, *, zeros: bool = False) -> Tensor:
         """Global [..., s, ...] -> [P, ..., s/P, ...], one row for each rank."""
+        x = self._extended(x, zeros)
         size = self.comm.size
         if self._is_flat(x):
             return x.reshape(size, *self._shape(x, self.length // size))
@@ -77,13 +89,26 @@ class Tokens:
             (rows,) = pending.wait()
             shape = self._shape(x, self.length)
             if self._is_flat(x):
-                return rows.reshape(shape)
+                return self._shortened(rows.reshape(shape))
             out = x.new_empty(shape)
             for rank, row in enumerate(rows):
                 self.put(out, row, rank)
-            return out
+            return self._shortened(out)
 
         return finish
+
+    def _extended(self, x: Tensor, zeros: bool) -> Tensor:
+        missing = self.length - self.real
+        if not missing:
+            return x
+        last = x.narrow(self.dim, self.real - 1, 1)
+        more = last.new_zeros(()) if zeros else last
+        return torch.cat([x, more.expand(self._shape(x, missing))], self.dim)
+
+    def _shortened(self, x: Tensor) -> Tensor:
+        if self.length == self.real:
+            return x
+        return x.narrow(self.dim, 0, self.real).contiguous()
 
     def _is_flat(self, x: Tensor) -> bool:
         """Whether the ranks' shards lie in memory one after the other."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+from seqcomp.layout.heads import head_map
+
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "p2p", "all_reduce"]
 Phase = Literal["forward", "backward"]
 
@@ -68,12 +70,12 @@ class AttentionShape:
         return replace(self, length=self.length // degree)
 
     def on_ulysses_rank(self, degree: int) -> AttentionShape:
-        """Between the all-to-alls: Hq/u query heads and max(Hkv, u)/u KV heads, all tokens."""
-        return replace(
-            self,
-            heads=self.heads // degree,
-            kv_heads=max(self.kv_heads, degree) // degree,
-        )
+        """Between the all-to-alls: Hq/u query heads and max(Hkv, u)/u KV heads, all tokens.
+
+        For heads that u does not divide, the slots of ``head_map``.
+        """
+        slots = head_map(self.heads, self.kv_heads, degree)
+        return replace(self, heads=slots.rank_queries, kv_heads=slots.rank_keys)
 
 
 @dataclass(frozen=True, slots=True)

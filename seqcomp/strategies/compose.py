@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from seqcomp.layout.travel import Travel
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.strategies.base import AttentionShape, CommStep
 from seqcomp.strategies.megatron_sp import MegatronSp
@@ -27,11 +28,20 @@ def layer_steps(
 
 
 def attention_steps(
-    plan: ResolvedPlan, shape: AttentionShape, module_path: str = ""
+    plan: ResolvedPlan,
+    shape: AttentionShape,
+    module_path: str = "",
+    travel: Travel | None = None,
+    ring_rank: int = 0,
 ) -> tuple[CommStep, ...]:
-    """The part of ``layer_steps`` that happens inside the attention at ``module_path``."""
+    """The part of ``layer_steps`` that happens inside the attention at ``module_path``.
+
+    travel: of its mask, where not all keys travel; then of the ranks that are ``ring_rank`` along
+    the ring.
+    """
+    transport = plan.transport_for(module_path)
     attention = Usp(
-        Ring(plan.ring_size, plan.ring_axis or "ring", plan.transport_for(module_path)),
+        Ring(plan.ring_size, plan.ring_axis or "ring", transport, travel, ring_rank),
         Ulysses(plan.ulysses_size, plan.ulysses_axis or "ulysses"),
     )
     return attention.comm_steps(shape.on_tensor_rank(plan.tensor_size))

@@ -3,6 +3,9 @@
 Everything but attention runs on s/P tokens. Q stays; K and V, KV heads only, visit every rank
 in P-1 hops. In backward K/V make P-1 hops again, and so do dK/dV: the first block's
 contribution stays at home, the travelling accumulator starts with the second block.
+
+Under masks that leave most keys unseen (windows), each rank sends to each other just the keys that
+one needs, and the gradients of the keys it got.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from seqcomp.strategies.base import AttentionShape, CommStep, part
+from seqcomp.layout.travel import Travel
+from seqcomp.strategies.base import AttentionShape, CommStep, Kind, Phase, part
 
 Transport = Literal["p2p", "allgather"]
 Layout = Literal["contiguous", "striped", "zigzag"]
@@ -19,11 +23,17 @@ Layout = Literal["contiguous", "striped", "zigzag"]
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Ring attention of ``degree`` ranks along ``axis``."""
+    """Ring attention of ``degree`` ranks along ``axis``.
+
+    travel: where only some keys travel, those of every rank; what is sent then differs between
+    ranks and ``rank`` is the one that is asked about. None: whole blocks, all ranks alike.
+    """
 
     degree: int
     axis: str = "ring"
     transport: Transport = "p2p"
+    travel: Travel | None = None
+    rank: int = 0
 
     def legal_degrees(self, shape: AttentionShape) -> None:
         """Heads set no limit."""
@@ -36,6 +46,8 @@ class Ring:
         """
         if self.degree == 1:
             return ()
+        if self.travel is not None:
+            return self._needed(shape, self.travel)
         hops = self.degree - 1
         elements = hops * shape.tokens * shape.kv_heads * shape.kv_head
         kv = part(elements * shape.element_bytes, self.degree)
@@ -51,6 +63,25 @@ class Ring:
             CommStep("p2p", self.axis, kv, hops, "backward", True),
             CommStep("p2p", self.axis, grads, hops, "backward", True),
         )
+
+    def _needed(self, shape: AttentionShape, travel: Travel) -> tuple[CommStep, ...]:
+        assert travel.size == self.degree
+        assert travel.keys * self.degree == shape.length
+        width = shape.batch * shape.kv_heads * shape.kv_head
+        together = self.transport == "allgather"
+
+        def step(kind: Kind, keys: tuple[int, ...], size: int, phase: Phase) -> CommStep:
+            sent, count = sum(keys) * width * size, 1 if together else len(keys)
+            kind = kind if together else "p2p"
+            return CommStep(kind, self.axis, sent, count, phase, not together)
+
+        sent, received = travel.sent(self.rank), travel.received(self.rank)
+        steps = (
+            step("all_gather", sent, shape.element_bytes, "forward"),
+            step("all_gather", sent, shape.element_bytes, "backward"),
+            step("reduce_scatter", received, shape.accumulator_bytes, "backward"),
+        )
+        return tuple(s for s in steps if s.count)
 
 
 def causal_imbalance(layout: Layout, length: int, degree: int) -> Fraction:

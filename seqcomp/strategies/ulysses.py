@@ -1,8 +1,8 @@
 """DeepSpeed-Ulysses (Jacobs et al., 2023): all-to-all between sequence and heads at attention.
 
 Everything but attention runs on s/P tokens. Before attention Q, K and V exchange sequence
-for heads, after it the output does the reverse. With more ranks than KV heads each KV head
-is repeated P/Hkv times before the exchange.
+for heads, after it the output does the reverse. A KV head is sent to every rank whose query heads
+need it, and heads that P does not divide are padded with zeros (layout/heads.py).
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ class Ulysses:
     axis: str = "ulysses"
 
     def legal_degrees(self, shape: AttentionShape) -> tuple[int, ...]:
-        """P divides Hq, and P divides Hkv or Hkv divides P."""
+        """P divides Hq, and P divides Hkv or Hkv divides P; with ``pad_heads`` any."""
         return head_degrees(shape.heads, shape.kv_heads)
 
     def comm_steps(self, shape: AttentionShape) -> tuple[CommStep, ...]:
         """(P-1)/P^2 * T*(2A + 2*max(Hkv, P)*d)*e forward, the same backward.
 
-        Q, K and V travel in one exchange, the output in another; their gradients likewise.
+        Q, K and V travel in one exchange, the output in another; their gradients likewise. Padded
+        heads are sent like others.
         """
         if self.degree == 1:
             return ()
-        kv_width = max(shape.kv_heads, self.degree) * shape.kv_head
+        own = shape.on_ulysses_rank(self.degree)
         return tuple(
-            self._exchange(shape, width, phase)
+            self._exchange(shape, self.degree * width, phase)
             for phase in ("forward", "backward")
-            for width in (shape.width + kv_width, shape.value_width)
+            for width in (own.width + own.kv_heads * own.kv_head, own.value_width)
         )
 
     def _exchange(self, shape: AttentionShape, width: int, phase: Phase) -> CommStep:

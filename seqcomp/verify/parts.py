@@ -10,7 +10,8 @@ import sympy
 import torch
 from torch import Tensor
 
-from seqcomp.capture.sizes import evaluate
+from seqcomp.capture.sizes import LENGTH_SYMBOL, evaluate
+from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.lowering.ops import Place
 from seqcomp.lowering.parameters import Cut
 from seqcomp.placement.spec import Factor, Spec
@@ -73,8 +74,12 @@ def positions(size: int, factor: Factor, place: Place) -> range | list[int]:
         degree *= place.sizes[axis]
         rank = rank * place.sizes[axis] + place.coords[axis]
     layout = place.layout_over(factor.axes)
+    if layout is None and factor.size == LENGTH_SYMBOL:
+        layout = SequenceLayout("contiguous", degree)
     if layout is not None:
-        return layout.token_index(size, rank)
+        # Padding, which stands at the end, is made of copies of the last token.
+        padded = place.layout.padded(size)
+        return [min(p, size - 1) for p in layout.token_index(padded, rank)]
     return _even(size, degree, rank)
 
 

@@ -1,21 +1,35 @@
-"""Case 7: more ranks than KV heads. Exact with copies of KV heads, or refused by name."""
+"""Case 7: heads that the degree does not divide. Exact with copies or zeros, or refused by name."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import seqcomp
+from seqcomp.layout import heads
 from seqcomp.runtime import tensor_parallel
+from seqcomp.runtime.attention import function
 from seqcomp.runtime.comm import Communicator, RankContext
 from seqcomp.runtime.threads import run_ranks
 from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import plans
-from tests.fixtures.compare import CLEARLY_WRONG
-from tests.fixtures.lockstep import train_once
+from tests.fixtures.compare import (
+    CLEARLY_WRONG,
+    FP64,
+    compare_grads,
+    gradients_of,
+    reference,
+    value_distance,
+)
+from tests.fixtures.lockstep import reported, train_once
 from tests.fixtures.models import Spec, build, inputs
+from tests.fixtures.parity import Case, check_parity
+from tests.fixtures.pool import Pools
 
 TWO = Spec(hidden=64, heads=8, kv_heads=2)
 ONE = Spec(kv_heads=1)
@@ -66,8 +80,115 @@ def test_refused_by_name(
     assert found.code == code
     assert found.legal == legal
     text = str(found)
-    for word in (*words, "layers.0.attn"):
+    for word in (*words, "layers.0.attn", f"{spec.heads} query heads", f"{spec.kv_heads} KV heads"):
         assert word in text, text
+    assert ("pad_heads: true" in text) == ("ulysses" in plan["mesh"])
+
+
+SEVEN = Spec(hidden=56, heads=28, kv_heads=4, head_dim=2, layers=1, causal=(True,))
+
+
+@pytest.mark.parametrize(
+    ("spec", "plan", "seq"),
+    [
+        pytest.param(THREE, plans.ulysses(2, pad_heads=True), 16, id="d-3-of-6-ulysses-2"),
+        pytest.param(Spec(), plans.ulysses(3, pad_heads=True), 24, id="e-2-of-4-ulysses-3"),
+        pytest.param(Spec(kv_heads=4), plans.ulysses(3, pad_heads=True), 24, id="4-of-4-ulysses-3"),
+        pytest.param(ONE, plans.ulysses(3, pad_heads=True), 24, id="1-of-4-ulysses-3"),
+        pytest.param(Spec(), plans.ulysses(8, pad_heads=True), 16, id="2-of-4-ulysses-8"),
+        pytest.param(SEVEN, plans.ulysses(7, pad_heads=True), 28, id="4-of-28-ulysses-7"),
+        pytest.param(THREE, plans.usp(2, 2, "zigzag", pad_heads=True), 16, id="3-of-6-usp"),
+        pytest.param(Spec(), plans.usp(2, 3, "striped", pad_heads=True), 24, id="2-of-4-usp"),
+        pytest.param(Spec(vocab=96), plans.with_tensor(plans.ulysses(3, pad_heads=True), 2), 24,
+                     id="1-of-2-ulysses-3-of-tensor-2"),
+        pytest.param(Spec(), plans.with_data(plans.ulysses(3, pad_heads=True), 2), 24,
+                     id="2-of-4-ulysses-3-beside-data"),
+    ],
+)  # fmt: skip
+def test_padded_heads_are_exact(spec: Spec, plan: plans.Plan, seq: int) -> None:
+    """They leave no trace, say what they cost, and cost what the report says."""
+    for rank, outcome in enumerate(train_once(plan, spec, seq=seq, batch=2)):
+        assert outcome.loss <= 1, rank
+        assert outcome.logits <= 1, rank
+        assert outcome.gradient <= 1, (rank, outcome.worst)
+        assert reported(outcome.report) == outcome.traffic
+        (cost,) = [d for d in outcome.report.findings if d.code == "SC411"]
+        assert "layers.0.attn" in cost.message
+
+
+class Biased(nn.Module):
+    """5 query heads on one KV head, with a slope (ALiBi) and a trained relative bias of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.q = nn.Embedding(50, 40), nn.Linear(40, 40)
+        self.kv, self.head = nn.Linear(40, 16), nn.Linear(40, 50)
+        self.relative = nn.Embedding(32, 5)
+        self.register_buffer("slopes", 0.5 ** torch.arange(1, 6))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """ids, labels [B, S] -> loss [], logits [B, S, V]."""
+        x = self.embed(input_ids)
+        b, s, _ = x.shape
+        q = self.q(x).view(b, s, 5, 8).transpose(1, 2)
+        k, v = self.kv(x).view(b, s, 2, 8).transpose(1, 2).expand(b, 2, s, 8).chunk(2, 1)
+        at = torch.arange(s)
+        apart = at - at[:, None]
+        bias = self.slopes.view(1, 5, 1, 1) * apart
+        bias = bias + self.relative(apart.abs().clamp(max=31)).permute(2, 0, 1)
+        bias = bias.masked_fill(apart > 0, float("-inf"))
+        y = F.scaled_dot_product_attention(
+            q, k.expand(b, 5, s, 8), v.expand(b, 5, s, 8), attn_mask=bias
+        )
+        logits = self.head(y.transpose(1, 2).reshape(b, s, 40))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def biased() -> nn.Module:
+    torch.manual_seed(0)
+    return Biased().double()
+
+
+@pytest.mark.parametrize(
+    "plan", [plans.ulysses(2, pad_heads=True), plans.usp(2, 2, pad_heads=True)], ids=plans.name
+)
+def test_biases_of_each_head_follow_it(plan: plans.Plan) -> None:
+    ids = inputs(Spec(vocab=50), batch=3)["input_ids"]
+    batch = {"input_ids": ids, "labels": ids.roll(1, 0)}
+    want = reference(biased, batch)
+
+    def step(model: nn.Module, context: RankContext, local: dict[str, Any]) -> Any:
+        out = model(**local)
+        out["loss"].backward()
+        return (
+            value_distance(want.loss, out["loss"], FP64),
+            value_distance(want.logits, out["logits"], FP64),
+            compare_grads(want.gradients, gradients_of(model), FP64),
+        )
+
+    for loss, logits, (gradient, worst) in lockstep(biased, plan, step, inputs=batch):
+        assert max(loss, logits, gradient) <= 1, worst
+
+
+@pytest.mark.distributed
+def test_padded_heads_on_real_ranks(pools: Pools) -> None:
+    check_parity(pools, Case(plans.ulysses(4, pad_heads=True), THREE))
+
+
+def test_a_control_that_forgets_the_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last real head where a slot should be empty: its gradient is added twice."""
+    real = heads.head_map
+
+    def greedy(count: int, kv_heads: int, degree: int) -> heads.HeadMap:
+        found = real(count, kv_heads, degree)
+        queries = tuple(count - 1 if head == heads.ZERO else head for head in found.queries)
+        return replace(found, queries=queries)
+
+    monkeypatch.setattr(function, "head_map", greedy)
+    five = Spec(hidden=40, heads=5, kv_heads=1)
+    for outcome in train_once(plans.ulysses(2, pad_heads=True), five):
+        assert outcome.logits > CLEARLY_WRONG
+        assert outcome.gradient > CLEARLY_WRONG
 
 
 @pytest.mark.parametrize(("heads", "degree"), [(2, 4), (1, 4), (2, 8), (4, 4)])

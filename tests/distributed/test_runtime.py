@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from seqcomp.layout.masks import Band
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime import collectives as c
 from seqcomp.runtime.dist import group_count, process_context
@@ -51,6 +54,31 @@ def test_attention_and_its_bytes(pools, world, cases):
             assert sent == case.expected_bytes(), case
 
 
+WINDOWS = [
+    Case({"ring": 4}, layout, transport, rule=Band(0, 6), length=64)
+    for layout in ("contiguous", "zigzag", "striped")
+    for transport in ("p2p", "allgather")
+] + [
+    Case({"ulysses": 2, "ring": 2}, rule=Band(-4, 9), length=64),
+    Case({"ring": 4}, rule=Band(0, 0)),
+]
+
+
+def test_windows_and_their_bytes(pools):
+    """Some ranks send to nobody, some get nothing: nobody waits for them."""
+
+    def sent(ctx, case):
+        run_sharded(ctx, case)
+        return ctx.traffic.bytes(phase="forward"), ctx.traffic.bytes(phase="backward")
+
+    found = pools.run(4, parity, WINDOWS)
+    for index, case in enumerate(WINDOWS):
+        threads = run_ranks(lambda ctx, case=case: sent(ctx, case), case.sizes)
+        assert [rank[index][1] for rank in found] == threads, case
+        assert max(rank[index][0] for rank in found) < 1e-10, case
+    assert [rank[-1][1] for rank in found] == [(0, 0)] * 4
+
+
 def attention_bits(rank: int, world: int, case: Case) -> list[list[float]]:
     ctx = process_context(case.sizes)
     found = [x.flatten().tolist() for x in run_sharded(ctx, case)]
@@ -59,8 +87,9 @@ def attention_bits(rank: int, world: int, case: Case) -> list[list[float]]:
 
 
 def test_ranks_in_threads_compute_the_same_bits(pools):
-    for transport in ("p2p", "allgather"):
-        case = Case({"ring": 2, "ulysses": 2}, "zigzag", transport, dtype=torch.float32)
+    usp = {"ring": 2, "ulysses": 2}
+    for transport, rule in itertools.product(("p2p", "allgather"), (None, Band(0, 3))):
+        case = Case(usp, "zigzag", transport, dtype=torch.float32, rule=rule)
         threads = run_ranks(lambda ctx, case=case: run_sharded(ctx, case), case.sizes)
         for ours, real in zip(threads, pools.run(4, attention_bits, case), strict=True):
             assert [x.flatten().tolist() for x in ours] == real

@@ -30,6 +30,10 @@ class RankBinding:
         """
         return self.place().layout_over(axes)
 
+    def padded(self, length: int | None) -> int | None:
+        """The length to which a sequence of `length` tokens is padded; None stays None."""
+        return None if length is None else self.layout.padded(length)
+
     def place(self) -> Place:
         """Where this rank is, as plain data."""
         context = self.context

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from seqcomp.layout.masks import Mask
+from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.lowering.ops.base import Op, RankBinding
 from seqcomp.runtime import tensor_parallel
 from seqcomp.runtime.attention import AttentionPlan, Transport, attention
 from seqcomp.runtime.attention.pair_mask import PairMask
-from seqcomp.runtime.attention.tiling import DataTiling
+from seqcomp.runtime.attention.tiling import DataTiling, StaticTiling, Tiling
 from seqcomp.runtime.tokens import Tokens
 
 
@@ -22,7 +25,7 @@ class Attention(Op):
     """Attention over sharded tokens: Ulysses inside, ring outside.
 
     A fourth operand is the tiling of a mask that depends on data (`mask` is None), a fifth the
-    sinks of its heads.
+    sinks of its heads, a sixth the length of a padded sequence.
     """
 
     mask: Mask | None
@@ -38,35 +41,52 @@ class Attention(Op):
 
         ring, ulysses = comm(rank.ring_axis), comm(rank.ulysses_axis)
         plan = AttentionPlan(self.mask, rank.layout, self.transport, self.scale, self.softcap)
+        parts = rank.layout.ring * (ulysses.size if ulysses else 1)
+
+        @functools.lru_cache(maxsize=4)
+        def rule_on(length: int, device: torch.device) -> StaticTiling:
+            assert self.mask is not None, "neither a mask nor a tiling"
+            return StaticTiling(self.mask, rank.layout, length, device)
 
         def sharded_attention(
             q: Tensor,
             k: Tensor,
             v: Tensor,
-            tiling: DataTiling | None = None,
+            tiling: Tiling | None = None,
             sinks: Tensor | None = None,
+            length: int | None = None,
         ) -> Tensor:
+            if tiling is None:
+                tiling = rule_on(q.shape[2] * parts, q.device)
             return attention(
-                q, k, v, plan, tiling, sinks, ring=ring, ulysses=ulysses, label=self.label
-            )
+                q, k, v, plan, tiling, sinks,
+                ring=ring, ulysses=ulysses, length=length, label=self.label,
+            )  # fmt: skip
 
         return sharded_attention
 
 
 @dataclass(frozen=True)
 class MaskTiling(Op):
-    """The tiles of a mask from its inputs; `dims` says what their dims are in [B, H, q, k]."""
+    """The tiles of a mask from its inputs; `dims` says what their dims are in [B, H, q, k].
+
+    `whole`: every rank has all tokens; otherwise they are shared out, and `padded` first.
+    """
 
     mask: PairMask
     dims: tuple[tuple[int, ...], ...]
+    whole: bool = False
+    padded: bool = False
     __name__ = "mask_tiling"
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
-        layout, device = rank.layout, rank.context.device
+        device = rank.context.device
+        layout = SequenceLayout("contiguous") if self.whole else rank.layout
 
         def mask_tiling(length: int, *inputs: Tensor) -> DataTiling:
             leaves = [_framed(x, dims) for x, dims in zip(inputs, self.dims, strict=True)]
-            return DataTiling(self.mask, leaves, layout, length, device)
+            dealt = layout.padded(length) if self.padded else length
+            return DataTiling(self.mask, leaves, layout, dealt, device, length)
 
         return mask_tiling
 
@@ -94,8 +114,8 @@ class Remember(Op):
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         comm, layout = rank.context.comm(self.axes), rank.layout_over(self.axes)
 
-        def remember(x: Tensor) -> tensor_parallel.Regathered:
-            tokens = Tokens(x, self.dim, comm, layout, self.label, local=True)
+        def remember(x: Tensor, length: int | None = None) -> tensor_parallel.Regathered:
+            tokens = Tokens(x, self.dim, comm, layout, self.label, local=True, length=length)
             return tensor_parallel.Regathered(tokens, self.uses)
 
         return remember

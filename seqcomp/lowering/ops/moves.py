@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.lowering.ops.base import Op, RankBinding
 from seqcomp.runtime import collectives, uneven
 from seqcomp.runtime.collectives import Cotangent
@@ -18,7 +19,10 @@ from seqcomp.runtime.local import local_part
 
 @dataclass(frozen=True)
 class Shard(Op):
-    """Replicate -> Shard(dim) over axes: local."""
+    """Replicate -> Shard(dim) over axes: local.
+
+    A second operand is the length of a sequence that is to be padded first.
+    """
 
     dim: int
     axes: tuple[str, ...]
@@ -26,7 +30,9 @@ class Shard(Op):
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         comm, layout = rank.context.comm(self.axes), rank.layout_over(self.axes)
-        return lambda x: collectives.shard(x, self.dim, comm, layout)
+        return lambda x, length=None: collectives.shard(
+            x, self.dim, comm, layout, rank.padded(length)
+        )
 
     def axes_used(self) -> tuple[str, ...]:
         return self.axes
@@ -34,7 +40,10 @@ class Shard(Op):
 
 @dataclass(frozen=True)
 class Gather(Op):
-    """Shard(dim) over axes -> Replicate, global token order."""
+    """Shard(dim) over axes -> Replicate, global token order.
+
+    A second operand is the length that remains of a padded sequence.
+    """
 
     dim: int
     axes: tuple[str, ...]
@@ -44,9 +53,10 @@ class Gather(Op):
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         comm, layout = rank.context.comm(self.axes), rank.layout_over(self.axes)
-        return lambda x: collectives.gather(
-            x, self.dim, comm, layout, cotangent=self.cotangent, label=self.label
-        )
+        return lambda x, length=None: collectives.gather(
+            x, self.dim, comm, layout,
+            cotangent=self.cotangent, length=length, label=self.label,
+        )  # fmt: skip
 
     def axes_used(self) -> tuple[str, ...]:
         return self.axes
@@ -71,7 +81,7 @@ class AllReduce(Op):
 
 @dataclass(frozen=True)
 class ReduceScatter(Op):
-    """Partial over axes -> Shard(dim)."""
+    """Partial over axes -> Shard(dim); a second operand as in `Shard`."""
 
     dim: int
     axes: tuple[str, ...]
@@ -80,7 +90,9 @@ class ReduceScatter(Op):
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         comm, layout = rank.context.comm(self.axes), rank.layout_over(self.axes)
-        return lambda x: collectives.reduce_scatter(x, self.dim, comm, layout, label=self.label)
+        return lambda x, length=None: collectives.reduce_scatter(
+            x, self.dim, comm, layout, rank.padded(length), label=self.label
+        )
 
     def axes_used(self) -> tuple[str, ...]:
         return self.axes
@@ -224,3 +236,49 @@ class LocalPart(Op):
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         return local_part
+
+
+@dataclass(frozen=True)
+class PaddedLength(Op):
+    """The length of a sequence with its padding."""
+
+    __name__ = "padded_length"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        return rank.layout.padded
+
+
+@dataclass(frozen=True)
+class HidePadding(Op):
+    """Zeros in place of the padded tokens of one factor of a dim: what is summed must not see them.
+
+    Operands: the value, the length of the sequence, the local size of what follows the tokens in
+    their dim.
+    """
+
+    dim: int
+    axes: tuple[str, ...]
+    __name__ = "hide_padding"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        comm = rank.context.comm(self.axes)
+        layout = rank.layout_over(self.axes) or SequenceLayout("contiguous", comm.size)
+
+        def hide_padding(x: Tensor, length: int, tail: int = 1) -> Tensor:
+            padded = rank.layout.padded(length)
+            own = layout.ranges(padded, comm.rank)
+            real = sum(len(range(part.start, min(part.stop, length), part.step)) for part in own)
+            tokens = padded // comm.size
+            if real == tokens:
+                return x
+            x = x.unflatten(self.dim, (-1, tokens, tail))
+            kept = x.narrow(self.dim + 1, 0, real)
+            hidden = kept.new_zeros(()).expand(
+                *x.shape[: self.dim + 1], tokens - real, *x.shape[self.dim + 2 :]
+            )
+            return torch.cat([kept, hidden], self.dim + 1).flatten(self.dim, self.dim + 2)
+
+        return hide_padding
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.axes

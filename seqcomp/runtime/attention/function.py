@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from seqcomp.layout.heads import head_map
 from seqcomp.layout.masks import Mask
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime.attention import kernels, ring, ulysses
 from seqcomp.runtime.attention import sinks as sink
+from seqcomp.runtime.attention.heads import of_heads
 from seqcomp.runtime.attention.tiling import StaticTiling, Tiling
 from seqcomp.runtime.comm import Communicator
 
@@ -44,6 +46,7 @@ def attention(
     *,
     ring: Communicator | None = None,
     ulysses: Communicator | None = None,
+    length: int | None = None,
     label: str = "",
 ) -> Tensor:
     """[B, Hq, s, d] queries, [B, Hkv, s, d] keys and values of this rank -> [B, Hq, s, dv].
@@ -51,11 +54,13 @@ def attention(
     tiling: of a mask that depends on data; shared by the attentions of one forward. What its
     inputs learn from this rank's queries flows back into them.
     sinks: [Hq] logits of the heads of q, appended to every softmax.
+    length: of the whole sequence, whose last tokens are padding that no query sees; None for none.
     s is the local length, S / (ring * ulysses); the output has the dtype of q, gradients those
-    of their inputs. Hkv divides Hq; the Ulysses degree divides Hq, and divides Hkv or is divided
-    by it. Every rank of both groups takes part, in forward and in backward. Under autocast the
-    inputs are cast as scaled_dot_product_attention casts them; otherwise TypeError where their
-    dtypes differ. Saves 1/P of the sequence: q, k, v, the output and its log-sum-exp.
+    of their inputs. Hkv divides Hq; heads that the Ulysses degree does not divide are padded with
+    zeros on the way (layout/heads.py). Every rank of both groups takes part, in forward and in
+    backward. Under autocast the inputs are cast as scaled_dot_product_attention casts them;
+    otherwise TypeError where their dtypes differ. Saves 1/P of the sequence: q, k, v, the output
+    and its log-sum-exp.
     """
     q, k, v = _same_dtype(q, k, v)
     ring = ring if ring is not None and ring.size > 1 else None
@@ -64,11 +69,10 @@ def attention(
     assert k.shape[:3] == v.shape[:3], f"k {list(k.shape)}, v {list(v.shape)}"
     assert k.shape[2] == q.shape[2], f"{q.shape[2]} queries, {k.shape[2]} keys"
     assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads, {k.shape[1]} KV heads"
-    assert ulysses is None or q.shape[1] % ulysses.size == 0, f"{q.shape[1]} query heads"
     if tiling is None:
         assert plan.mask is not None, "neither a mask nor a tiling"
-        length = q.shape[2] * (ulysses.size if ulysses else 1) * plan.layout.ring
-        tiling = StaticTiling(plan.mask, plan.layout, length, q.device)
+        dealt = q.shape[2] * (ulysses.size if ulysses else 1) * plan.layout.ring
+        tiling = StaticTiling(plan.mask, plan.layout, dealt, q.device, length)
     return _Attention.apply(q, k, v, sinks, plan, tiling, ring, ulysses, label, *tiling.trained)
 
 
@@ -87,41 +91,43 @@ class _Attention(torch.autograd.Function):
         label: str,
         *trained: Tensor,
     ) -> Tensor:
-        ctx.heads = (q.shape[1], k.shape[1], v.shape[1])
+        degree, rank = (1, 0) if heads_comm is None else (heads_comm.size, heads_comm.rank)
+        heads = head_map(q.shape[1], k.shape[1], degree)
+        ctx.slots = (heads.queries, heads.keys, heads.keys)
         ctx.heads_comm = heads_comm
         ctx.label = label
         if heads_comm is not None:
-            q, k, v = ulysses.to_heads((q, k, v), heads_comm, label=label)
+            q, k, v = ulysses.to_heads((q, k, v), ctx.slots, heads_comm, label=label)
         q, k, v = (_dense(x) for x in (q, k, v))
-        group = q.shape[1] // k.shape[1]
         fastest, masked = (
             kernels.kernel(
                 "math" if plan.softcap else choose(q.device, q.dtype, q.shape[3], v.shape[3]),
-                group=group,
+                group=heads.chunk,
                 softcap=plan.softcap,
             )
             for choose in (kernels.choose, kernels.choose_masked)
         )
-        first = heads_comm.rank * q.shape[1] if heads_comm is not None else 0
         ctx.ring = ring.Ring(
             comm=ring_comm,
             tiling=tiling,
             gathered=plan.transport == "allgather",
             kernel=fastest,
             masked=masked,
-            heads=range(first, first + q.shape[1]),
+            heads=heads.heads_of(rank),
+            uses=heads.uses_of(rank),
             scale=q.shape[3] ** -0.5 if plan.scale is None else plan.scale,
             softcap=plan.softcap,
             label=label,
+            travel=tiling.travel() if ring_comm is not None else None,
         )
         out, lse = ring.forward(ctx.ring, q, k, v)
         if sinks is not None:
-            out, lse = sink.apply(out, lse, sinks[ctx.ring.heads.start : ctx.ring.heads.stop])
+            out, lse = sink.apply(out, lse, of_heads(sinks, ctx.ring.heads, 0))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         if heads_comm is None:
             return out
-        return ulysses.to_tokens((out,), ctx.heads[:1], heads_comm, label=label)[0]
+        return ulysses.to_tokens((out,), ctx.slots[:1], heads_comm, label=label)[0]
 
     @staticmethod
     @once_differentiable
@@ -129,18 +135,17 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         comm: Communicator | None = ctx.heads_comm
         if comm is not None:
-            dout = ulysses.to_heads((dout,), comm, phase="backward", label=ctx.label)[0]
+            slots = ctx.slots[:1]
+            dout = ulysses.to_heads((dout,), slots, comm, phase="backward", label=ctx.label)[0]
         dout = dout.contiguous()
         grads, trained = ring.backward(ctx.ring, dout, q, k, v, out, lse)
         dq, dk, dv = (grad.to(q.dtype) for grad in grads)
         d_sinks = None
         if sinks is not None:
-            own = slice(ctx.ring.heads.start, ctx.ring.heads.stop)
-            d_sinks = torch.zeros_like(sinks)
-            d_sinks[own] = sink.gradient(dout, out, lse, sinks[own])
+            d_sinks = sink.gradient(dout, out, lse, sinks, ctx.ring.heads)
         if comm is not None:
             dq, dk, dv = ulysses.to_tokens(
-                (dq, dk, dv), ctx.heads, comm, phase="backward", label=ctx.label
+                (dq, dk, dv), ctx.slots, comm, phase="backward", label=ctx.label
             )
         return dq, dk, dv, d_sinks, None, None, None, None, None, *trained
 

@@ -5,20 +5,23 @@ Shapes: q [B,Hq,Sq,d], k [B,Hkv,Sk,d], v [B,Hkv,Sk,dv], out [B,Hq,Sq,dv] in the 
 *whole* softmax, of which the given keys may be a part, and returns what these keys contribute to
 dq, dk, dv. ``causal`` is only used on square tiles, where kernels agree on its meaning. ``mask``,
 broadcastable to [B,Hq,Sq,Sk], is boolean (True is seen) or added to the scores; only kernels that
-`choose_masked` names take one. A query that sees nothing gets out = 0 and lse = -inf.
+`choose_masked` names take one, or `HiddenRows` in its place. A query that sees nothing gets
+out = 0 and lse = -inf.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seqcomp.runtime.attention import math_kernel
+from seqcomp.runtime.attention import hidden_rows, math_kernel
+from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.merge import accumulator_dtype
 
 aten = torch.ops.aten
@@ -26,42 +29,13 @@ aten = torch.ops.aten
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
-class Forward(Protocol):
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class Backward(Protocol):
-    def __call__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None = None,
-    ) -> Grads: ...
-
-
 @dataclass(frozen=True)
 class Kernel:
     """``grouped``: takes fewer KV heads than query heads and returns dk, dv for the KV heads."""
 
     name: str
-    forward: Forward
-    backward: Backward
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., Grads]
     grouped: bool
 
 
@@ -73,13 +47,13 @@ def kernel(name: str, *, group: int = 1, softcap: float = 0.0) -> Kernel:
     found = _KERNELS[name]
     if softcap:
         assert name == "math", f"{name} has no softcap"
-        return Kernel(
+        found = Kernel(
             name,
             partial(math_kernel.forward, softcap=softcap),
             partial(math_kernel.backward, softcap=softcap),
             grouped=True,
         )
-    return found if group == 1 or found.grouped else _expanding(found, group)
+    return _lifting(found if group == 1 or found.grouped else _expanding(found, group))
 
 
 def choose(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str:
@@ -334,6 +308,22 @@ def _cuda_cudnn_backward(
 def _no_dropout_state(device: torch.device) -> tuple[Tensor, Tensor]:
     state = torch.zeros(2, dtype=torch.int64, device=device)
     return state[0], state[1]
+
+
+def _lifting(inner: Kernel) -> Kernel:
+    """Takes rows of a mask that finite numbers hide."""
+
+    def forward(*tensors: Tensor, mask: Tensor | HiddenRows | None = None, **how: Any) -> Any:
+        if isinstance(mask, HiddenRows):
+            return hidden_rows.forward(inner.forward, *tensors, mask=mask, **how)
+        return inner.forward(*tensors, mask=mask, **how)
+
+    def backward(*tensors: Tensor, mask: Tensor | HiddenRows | None = None, **how: Any) -> Any:
+        if isinstance(mask, HiddenRows):
+            return hidden_rows.backward(inner.backward, *tensors, mask=mask, **how)
+        return inner.backward(*tensors, mask=mask, **how)
+
+    return Kernel(inner.name, forward, backward, grouped=inner.grouped)
 
 
 def _expanding(inner: Kernel, group: int) -> Kernel:

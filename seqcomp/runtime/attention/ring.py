@@ -3,23 +3,30 @@
 Rank i holds the block of rank i - t at step t. K and V make P - 1 hops, in forward and again in
 backward. The gradients of a block make P - 1 hops too: what its owner computes stays at home, the
 travelling accumulator starts one rank further and ends at the owner. The transport "allgather"
-replaces the hops by one all-gather of K and V and one reduce-scatter of their gradients.
+replaces the hops by one all-gather of K and V and one reduce-scatter of their gradients. Where a
+mask leaves most of the keys unseen, only those that are seen travel (``needed``).
 
 All functions work on the tokens of a whole ring rank and know nothing of autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from seqcomp.layout.masks import Tile, TileTask
+from seqcomp.layout.travel import Travel
 from seqcomp.runtime.attention import math_kernel
+from seqcomp.runtime.attention.heads import repeated
+from seqcomp.runtime.attention.heads import summed as summed_heads
+from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
+from seqcomp.runtime.attention.needed import Returned, Route
+from seqcomp.runtime.attention.sums import Part, TokenSum, summed
 from seqcomp.runtime.attention.tiling import Tiling
 from seqcomp.runtime.comm import Communicator, Pending
 from seqcomp.runtime.traffic import Phase
@@ -29,8 +36,9 @@ from seqcomp.runtime.traffic import Phase
 class Ring:
     """One attention's view of its ring. ``comm`` None is a ring of one.
 
-    ``masked`` computes the tiles that need a mask; ``heads`` are this rank's query heads among
-    those of the mask.
+    ``masked`` computes the tiles that need a mask; ``heads`` says which head of the mask each of
+    this rank's query heads has. ``uses``: how many of the kernel's KV heads each KV head stands
+    for, None for one; it travels once. ``travel`` None: whole blocks.
     """
 
     comm: Communicator | None
@@ -39,9 +47,11 @@ class Ring:
     kernel: Kernel
     masked: Kernel
     scale: float
-    heads: range
+    heads: Sequence[int]
+    uses: Sequence[int] | None = None
     softcap: float = 0.0
     label: str = ""
+    travel: Travel | None = None
 
     @property
     def size(self) -> int:
@@ -55,7 +65,21 @@ class Ring:
         """This rank's queries against the block of ``source``."""
         return self.tiling.tasks(self.rank, source)
 
-    def mask(self, task: TileTask, source: int) -> Tensor:
+    @property
+    def route(self) -> Route | None:
+        """How keys reach this rank where not all of them do."""
+        if self.comm is None or self.travel is None:
+            return None
+        return Route(self.comm, self.travel, self.gathered, self.label)
+
+    def keys(self, task: TileTask, source: int) -> slice:
+        """The keys of a task in the block of ``source`` as it arrives."""
+        start = task.k_start
+        if self.travel is not None and source != self.rank:
+            start = self.travel.place(self.rank, source, start)
+        return slice(start, start + task.k_stop - task.k_start)
+
+    def mask(self, task: TileTask, source: int) -> Tensor | HiddenRows:
         """Of a PARTIAL tile."""
         return self.tiling.mask(task, self.rank, source, self.heads)
 
@@ -78,9 +102,9 @@ def backward(
 
     ``out`` in the dtype of q, ``lse`` as from ``forward``.
     """
-    dq = _Sum(q)
+    dq = TokenSum(q)
     trained = [torch.zeros_like(x) for x in ring.tiling.trained]
-    route = _Gathered(ring, k, v) if ring.gathered and ring.size > 1 else _Travelling(ring, k, v)
+    route = _gradients(ring, k, v)
     for source, k_block, v_block in _blocks(ring, k, v, "backward"):
         parts = []
         for task in ring.tasks(source):
@@ -90,7 +114,8 @@ def backward(
                 _add_mask_gradient(
                     trained, ring, task, source, (dout, q, out, lse), (k_block, v_block)
                 )
-            parts.append((task.k_start, task.k_stop, grads[1], grads[2]))
+            keys = ring.keys(task, source)
+            parts.append((keys.start, keys.stop, grads[1], grads[2]))
         route.add(source, parts)
     dk, dv = route.result()
     return (dq.result(), dk, dv), trained
@@ -100,6 +125,8 @@ def _blocks(ring: Ring, k: Tensor, v: Tensor, phase: Phase) -> Iterator[tuple[in
     """(source, K, V), own block first. The next block travels while the caller computes."""
     if ring.comm is None or ring.size == 1:
         yield 0, k, v
+    elif ring.route is not None:
+        yield from ring.route.blocks(k, v, phase)
     elif ring.gathered:
         packed = torch.cat((k.reshape(-1), v.reshape(-1)))
         rows = ring.comm.all_gather(packed, phase=phase, label=ring.label)
@@ -122,8 +149,10 @@ def _pass_on(ring: Ring, comm: Communicator, tensors: tuple[Tensor, ...], phase:
     return comm.start_exchange(tensors, to=to, source=source, phase=phase, label=ring.label)
 
 
-Part = tuple[int, int, Tensor, Tensor]
-"""Keys [start, stop) of a block with what one tile gives to their dk and dv."""
+def _gradients(ring: Ring, k: Tensor, v: Tensor) -> Returned | _Gathered | _Travelling:
+    if ring.route is not None:
+        return ring.route.gradients(k, v)
+    return _Gathered(ring, k, v) if ring.gathered and ring.size > 1 else _Travelling(ring, k, v)
 
 
 class _Travelling:
@@ -138,12 +167,12 @@ class _Travelling:
     def add(self, source: int, parts: list[Part]) -> None:
         ring = self._ring
         if source == ring.rank:
-            self._home = self._summed(parts, None)
+            self._home = summed(self._like, parts)
             return
         assert ring.comm is not None
         # What arrives is a buffer of our own: it may be added to until it is sent on.
         arrived = None if self._arriving is None else self._arriving.wait()
-        self._arriving = _pass_on(ring, ring.comm, self._summed(parts, arrived), "backward")
+        self._arriving = _pass_on(ring, ring.comm, summed(self._like, parts, arrived), "backward")
 
     def result(self) -> tuple[Tensor, Tensor]:
         assert self._home is not None
@@ -152,16 +181,6 @@ class _Travelling:
             dk_far, dv_far = self._arriving.wait()
             dk, dv = dk.add_(dk_far), dv.add_(dv_far)
         return dk, dv
-
-    def _summed(self, parts: list[Part], onto: list[Tensor] | None) -> tuple[Tensor, Tensor]:
-        dk, dv = (_Sum(like) for like in self._like)
-        if onto is not None:
-            for total, tensor in zip((dk, dv), onto, strict=True):
-                total.add(0, tensor.shape[2], tensor)
-        for start, stop, dk_part, dv_part in parts:
-            dk.add(start, stop, dk_part)
-            dv.add(start, stop, dv_part)
-        return dk.result(), dv.result()
 
 
 class _Gathered:
@@ -191,32 +210,11 @@ class _Gathered:
         return dk.view(self._shapes[0]), dv.view(self._shapes[1])
 
 
-class _Sum:
-    """A gradient [B,H,n,d] added up in accumulator dtype from parts along the tokens."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._dtype = accumulator_dtype(like.dtype)
-        self._total: Tensor | None = None
-
-    def add(self, start: int, stop: int, part: Tensor) -> None:
-        """Takes ownership of ``part``."""
-        if self._total is None and stop - start == self._like.shape[2]:
-            self._total = part.to(self._dtype)
-        else:
-            self.result()[:, :, start:stop] += part
-
-    def result(self) -> Tensor:
-        if self._total is None:
-            self._total = torch.zeros_like(self._like, dtype=self._dtype)
-        return self._total
-
-
 def _forward_tile(
     ring: Ring, task: TileTask, source: int, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     q = q[:, :, task.q_start : task.q_stop]
-    k, v = (x[:, :, task.k_start : task.k_stop] for x in (k, v))
+    k, v = _keys(ring, task, source, k, v)
     if task.kind is Tile.PARTIAL:
         mask = ring.mask(task, source)
         return ring.masked.forward(q, k, v, causal=False, scale=ring.scale, mask=mask)
@@ -231,14 +229,25 @@ def _backward_tile(
     keys: tuple[Tensor, Tensor],
 ) -> Grads:
     dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
-    k, v = (x[:, :, task.k_start : task.k_stop] for x in keys)
+    k, v = _keys(ring, task, source, *keys)
     if task.kind is Tile.PARTIAL:
         mask = ring.mask(task, source)
-        return ring.masked.backward(
+        grads = ring.masked.backward(
             dout, q, k, v, out, lse, causal=False, scale=ring.scale, mask=mask
         )
-    causal = task.kind is Tile.CAUSAL
-    return ring.kernel.backward(dout, q, k, v, out, lse, causal=causal, scale=ring.scale)
+    else:
+        causal = task.kind is Tile.CAUSAL
+        grads = ring.kernel.backward(dout, q, k, v, out, lse, causal=causal, scale=ring.scale)
+    dq, dk, dv = grads
+    wide = accumulator_dtype(q.dtype)
+    return dq, summed_heads(dk, ring.uses, wide), summed_heads(dv, ring.uses, wide)
+
+
+def _keys(ring: Ring, task: TileTask, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and values of a tile as the kernel takes them."""
+    own = ring.keys(task, source)
+    k, v = (repeated(x[:, :, own], ring.uses) for x in (k, v))
+    return k, v
 
 
 def _add_mask_gradient(
@@ -250,11 +259,13 @@ def _add_mask_gradient(
     keys: tuple[Tensor, Tensor],
 ) -> None:
     dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
-    k, v = (x[:, :, task.k_start : task.k_stop] for x in keys)
+    k, v = _keys(ring, task, source, *keys)
+    mask = ring.mask(task, source)
+    if isinstance(mask, HiddenRows):  # as its kernels compute these rows
+        q, mask = q.masked_fill(mask.swallowed(q), 0.0), mask.mask
     cotangent = math_kernel.mask_gradient(
-        dout, q, k, v, out, lse,
-        scale=ring.scale, mask=ring.mask(task, source), softcap=ring.softcap,
-    )  # fmt: skip
+        dout, q, k, v, out, lse, scale=ring.scale, mask=mask, softcap=ring.softcap
+    )
     parts = ring.tiling.gradients(task, ring.rank, source, ring.heads, cotangent)
     for total, part in zip(totals, parts, strict=True):
         total.add_(part)

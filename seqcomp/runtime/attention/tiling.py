@@ -8,14 +8,20 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from seqcomp.layout.masks import Mask, Tile, TileTask, joined, tiles
+from seqcomp.layout.masks import Mask, Tile, TileTask, tiles
 from seqcomp.layout.sequence import SequenceLayout, slice_ranges
-from seqcomp.runtime.attention.pair_mask import PairMask, bounds
+from seqcomp.layout.travel import Intervals, Travel, travel_of, united
+from seqcomp.runtime.attention.grid import CAUSAL, EMPTY, FULL, PARTIAL, tasks_of
+from seqcomp.runtime.attention.heads import of_heads
+from seqcomp.runtime.attention.hidden_rows import HiddenRows
+from seqcomp.runtime.attention.pair_bounds import bounds
+from seqcomp.runtime.attention.pair_mask import PairMask
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 LONGEST_MASK = 4096  # keys of one tile that needs a mask: what is evaluated stays O(tile)
@@ -30,32 +36,54 @@ class Tiling(ABC):
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]: ...
 
     def gradients(
-        self, task: TileTask, rank: int, source: int, heads: range, cotangent: Tensor
+        self, task: TileTask, rank: int, source: int, heads: Sequence[int], cotangent: Tensor
     ) -> tuple[Tensor, ...]:
-        """What the cotangent of one tile's mask gives to `trained`."""
+        """What the cotangent [B, H, rows, columns] of one tile's mask gives to `trained`."""
         return ()
 
+    def travel(self) -> Travel | None:
+        """The keys that travel, the same on all ranks of the ring; None: whole blocks do."""
+        return None
+
     @abstractmethod
-    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
+    def mask(
+        self, task: TileTask, rank: int, source: int, heads: Sequence[int]
+    ) -> Tensor | HiddenRows:
         """Of a PARTIAL tile: boolean (True is seen) or additive, broadcastable to
-        [B, H, rows, columns]. `heads`: this rank's among the heads of the mask."""
+        [B, H, rows, columns]. `heads`: for each of this rank's, one of the mask."""
 
 
 @dataclass(frozen=True)
 class StaticTiling(Tiling):
-    """A mask that is a rule on positions."""
+    """A mask that is a rule on positions. `real` of `length` tokens are not padding."""
 
     rule: Mask
     layout: SequenceLayout
     length: int
     device: torch.device
+    real: int | None = None
 
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
-        return tiles(self.rule, self._ranges(rank), self._ranges(source))
+        if (rank, source) not in self._known:
+            keys = self._ranges(source)
+            keys = keys if self.real is None else before(keys, self.real)
+            self._known[rank, source] = tiles(self.rule, self._ranges(rank), keys)
+        return self._known[rank, source]
 
-    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
-        q = positions(self._ranges(rank), task.q_start, task.q_stop, self.device)
-        k = positions(self._ranges(source), task.k_start, task.k_stop, self.device)
+    def travel(self) -> Travel | None:
+        return self._travel
+
+    @cached_property
+    def _travel(self) -> Travel | None:
+        return travel_of(self.rule, self.layout, self.length)
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], tuple[TileTask, ...]]:
+        return {}
+
+    def mask(self, task: TileTask, rank: int, source: int, heads: Sequence[int]) -> Tensor:
+        q = positions(slice_ranges(self._ranges(rank), task.q_start, task.q_stop), self.device)
+        k = positions(slice_ranges(self._ranges(source), task.k_start, task.k_stop), self.device)
         return self.rule.visible(q[:, None], k[None, :])
 
     def _ranges(self, rank: int) -> tuple[range, ...]:
@@ -76,85 +104,214 @@ class DataTiling(Tiling):
         layout: SequenceLayout,
         length: int,
         device: torch.device,
+        real: int | None = None,
     ):
         self._mask = mask
         self._leaves = tuple(x.detach() for x in leaves)
-        # Held as they are: the attentions hand their gradients to these.
-        self.trained = tuple(leaves[i] for i in mask.trained if leaves[i].requires_grad)
         self._trained_at = tuple(i for i in mask.trained if leaves[i].requires_grad)
+        # Held as they are: the attentions hand their gradients to these.
+        self.trained = tuple(leaves[i] for i in self._trained_at)
         self._device = device
         self._layout = layout
         self._length = length
-        self._known: dict[tuple[int, int], tuple[TileTask, ...]] = {}
-        self._lock = threading.Lock()  # autograd may run backward in other threads
+        self._real = length if real is None else real
+        self._tasks: dict[tuple[int, int], tuple[TileTask, ...]] = {}
+        self._blocks: dict[int, tuple[Tensor, Tensor]] = {}
+        self._best: dict[int, Tensor | None] = {}
+        self._lock = threading.RLock()  # autograd may run backward in other threads
 
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
         with self._lock:
-            if (rank, source) not in self._known:
-                self._known[rank, source] = self._made(rank, source)
-            return self._known[rank, source]
+            if (rank, source) not in self._tasks:
+                self._tasks[rank, source] = self._made(rank, source)
+            return self._tasks[rank, source]
 
-    def mask(self, task: TileTask, rank: int, source: int, heads: range) -> Tensor:
-        q = positions(self._ranges(rank), task.q_start, task.q_stop, self._device)
-        k = positions(self._ranges(source), task.k_start, task.k_stop, self._device)
-        return self._mask.evaluate([_of_heads(x, heads) for x in self._leaves], q, k)
+    def travel(self) -> Travel | None:
+        with self._lock:
+            return self._travel
+
+    @cached_property
+    def _travel(self) -> Travel | None:
+        """Every rank has all inputs of the mask, so each knows what all others see."""
+        keys, ranks = self._length // self._layout.ring, range(self._layout.ring)
+        block = block_size(keys)
+
+        def seen(blocks: list[bool]) -> Intervals:
+            runs = (range(i * block, min((i + 1) * block, keys)) for i, s in enumerate(blocks) if s)
+            return united(runs)
+
+        rows = [(~self._classified(rank)[0]).any(0).tolist() for rank in ranks]
+        travel = Travel(keys, tuple(tuple(seen(row[source]) for source in ranks) for row in rows))
+        return travel if travel.saves() else None
+
+    def mask(
+        self, task: TileTask, rank: int, source: int, heads: Sequence[int]
+    ) -> Tensor | HiddenRows:
+        rows = slice(task.q_start, task.q_stop)
+        q = self._positions(rank)[rows]
+        k = self._positions(source)[task.k_start : task.k_stop]
+        values = self._mask.evaluate([_of_heads(x, heads) for x in self._leaves], q, k)
+        padded = self._is_padding(source)
+        if padded is not None:
+            hidden = -torch.inf if self._mask.additive else False
+            values = values.masked_fill(padded[task.k_start : task.k_stop], hidden)
+        best = self._best.get(rank)
+        if best is None:
+            return values
+        return HiddenRows.lifted(values, _of_heads(best, heads)[:, :, rows])
 
     def gradients(
-        self, task: TileTask, rank: int, source: int, heads: range, cotangent: Tensor
+        self, task: TileTask, rank: int, source: int, heads: Sequence[int], cotangent: Tensor
     ) -> tuple[Tensor, ...]:
-        """What the cotangent [B, H, rows, columns] of one tile's mask gives to `trained`."""
-        q = positions(self._ranges(rank), task.q_start, task.q_stop, self._device)
-        k = positions(self._ranges(source), task.k_start, task.k_stop, self._device)
+        q = self._positions(rank)[task.q_start : task.q_stop]
+        k = self._positions(source)[task.k_start : task.k_stop]
         leaves = list(self._leaves)
         inputs = [leaves[i].clone().requires_grad_() for i in self._trained_at]
         for at, leaf in zip(self._trained_at, inputs, strict=True):
             leaves[at] = leaf
         with torch.enable_grad():
             mask = self._mask.evaluate([_of_heads(x, heads) for x in leaves], q, k)
-        own = cotangent.sum_to_size(torch.Size((1,) * (4 - mask.dim()) + tuple(mask.shape)))
-        return torch.autograd.grad(mask, inputs, own.view(mask.shape).to(mask.dtype))
+        return torch.autograd.grad(mask, inputs, cotangent.sum_to_size(mask.shape).to(mask.dtype))
 
-    def _ranges(self, rank: int) -> tuple[range, ...]:
-        return self._layout.ring_ranges(self._length, rank)
+    def _positions(self, rank: int) -> Tensor:
+        """Of all tokens of a ring rank; padding stands where the last token is."""
+        own = positions(self._layout.ring_ranges(self._length, rank), self._device)
+        return own if self._real == self._length else own.clamp_(max=self._real - 1)
+
+    def _is_padding(self, rank: int) -> Tensor | None:
+        """Which tokens of a ring rank are padding; None where none is."""
+        if self._real == self._length:
+            return None
+        own = positions(self._layout.ring_ranges(self._length, rank), self._device)
+        return own >= self._real
+
+    def _classified(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Which blocks [query blocks, ring rank, key blocks] nobody sees, and which all see."""
+        if rank not in self._blocks:
+            self._blocks[rank] = self._bounded(rank)
+        return self._blocks[rank]
+
+    def _bounded(self, rank: int) -> tuple[Tensor, Tensor]:
+        q, ring = self._positions(rank), self._layout.ring
+        block = block_size(len(q))
+        # The blocks of a rank end with it: the last is filled up with its last position.
+        each = (self._positions(source) for source in range(ring))
+        k = torch.cat([torch.cat((p, p[-1:].expand(-len(p) % block))) for p in each])
+        grid = bounds(self._mask, self._leaves, q, k, (block, block))
+        low, high = (
+            x.unflatten(1, (ring, -1)) for x in (grid.low.amin((0, 1)), grid.high.amax((0, 1)))
+        )
+        if not self._mask.additive:
+            return self._without_padding(high == 0, low == 1, block)
+        empty, full = high <= self._mask.hidden, (low == 0) & (high == 0)
+        if rank not in self._best:
+            self._best[rank] = self._best_of_hidden(q)
+        best = self._best[rank]
+        if best is not None:
+            # All keys count for a row that a finite number hides.
+            settled = best.isneginf() | best.isposinf()
+            empty = empty & _all_per_block(settled.all(0).all(0), block)[:, None, None]
+        return self._without_padding(empty, full, block)
+
+    def _without_padding(self, empty: Tensor, full: Tensor, block: int) -> tuple[Tensor, Tensor]:
+        if self._real == self._length:
+            return empty, full
+        padded = [self._is_padding(source) for source in range(self._layout.ring)]
+        whole = torch.stack([_all_per_block(p, block) for p in padded if p is not None])
+        some = ~torch.stack([_all_per_block(~p, block) for p in padded if p is not None])
+        return empty | whole, full & ~some
 
     def _made(self, rank: int, source: int) -> tuple[TileTask, ...]:
-        rows, columns = self._ranges(rank), self._ranges(source)
-        q, k = (positions(r, 0, sum(map(len, r)), self._device) for r in (rows, columns))
+        q, k = self._positions(rank), self._positions(source)
         block = block_size(len(q))
-        grid = bounds(self._mask, self._leaves, q, k, block)
+        empty, full = (x[:, source] for x in self._classified(rank))
+        padded = self._is_padding(source)
+        kinds = torch.full(empty.shape, PARTIAL, dtype=torch.int8)
+        kinds[empty.cpu()] = EMPTY
+        if not self.trained:  # a bias of zeros has a gradient too
+            kinds[full.cpu()] = FULL
+            for index in range(min(kinds.shape)):
+                rows = slice(index * block, (index + 1) * block)
+                unpadded = padded is None or not bool(padded[rows].any())
+                if (
+                    kinds[index, index] == PARTIAL
+                    and unpadded
+                    and self._is_triangle(q[rows], k[rows])
+                ):
+                    kinds[index, index] = CAUSAL
+        found = tasks_of(kinds, len(q), len(k), block)
+        return tuple(part for task in found for part in _short(task))
+
+    def _is_triangle(self, q: Tensor, k: Tensor) -> bool:
+        """Whether each query sees exactly the keys up to its own place."""
+        if len(q) != len(k):
+            return False
+        values = self._mask.evaluate(self._leaves, q, k)
+        seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril()
         if self._mask.additive:
-            empty = grid.high <= self._mask.hidden
-            full = (grid.low == 0) & (grid.high == 0)
-            if self.trained:
-                full = torch.zeros_like(full)  # a bias of zeros has a gradient too
-        else:
-            empty, full = grid.high == 0, grid.low == 1
-        if self._mask.additive and self._mask.hidden != -torch.inf:
-            empty &= self._is_covered(q, block)[:, None]
-        return _tasks(empty.tolist(), full.tolist(), len(q), len(k), block)
+            hidden = values <= self._mask.hidden
+            return bool(torch.where(seen, values == 0, hidden).all())
+        return bool((values == seen).all())
 
-    def _is_covered(self, q: Tensor, block: int) -> Tensor:
-        """Per block of queries: whether every query sees some key of the whole sequence.
+    def _best_of_hidden(self, q: Tensor) -> Tensor | None:
+        """[B or 1, H or 1, q]: the largest mask value of rows that see nothing, inf for others.
 
-        Only such rows may leave out what a finite number hides.
+        None where no row is hidden by finite numbers alone.
         """
-        k = torch.arange(self._length, device=q.device)
-        grid = bounds(self._mask, self._leaves, q, k, block)
-        visible = (grid.low > self._mask.hidden).any(1)
-        for index in (~visible).nonzero().flatten().tolist():
-            own = q[index * block : (index + 1) * block]
-            seen = torch.zeros(len(own), dtype=torch.bool, device=q.device)
-            for at in (grid.high[index] > self._mask.hidden).nonzero().flatten().tolist():
-                part = self._mask.evaluate(self._leaves, own, k[at * block : (at + 1) * block])
-                seen |= (part > self._mask.hidden).any(-1).flatten(0, 1).all(0)
-                if bool(seen.all()):
-                    break
-            visible[index] = bool(seen.all())
-        return visible
+        hidden = self._mask.hidden
+        if not self._mask.additive or hidden == -torch.inf:
+            return None
+        # Nearly every token sees itself.
+        best = self._mask.diagonal(self._leaves, q).double()
+        shape = torch.broadcast_shapes(
+            best.shape, (1, 1, len(q)), *((*shape, 1) for shape in self._samples_and_heads())
+        )
+        best, block = best.expand(shape).clone(), block_size(len(q))
+        for start in range(0, len(q), block):
+            rows = slice(start, start + block)
+            if bool((best[:, :, rows] <= hidden / 2).any()):
+                best[:, :, rows] = self._largest(q[rows], best[:, :, rows])
+        best = best.masked_fill(best > hidden / 2, torch.inf)
+        return best if bool(best.isfinite().any()) else None
+
+    def _samples_and_heads(self) -> list[tuple[int, int]]:
+        return [
+            (1 if index in self._mask.tables else x.shape[0], x.shape[1])
+            for index, x in enumerate(self._leaves)
+        ]
+
+    def _largest(self, q: Tensor, best: Tensor) -> Tensor:
+        """The largest mask value of each row, or some value that says that it sees a key."""
+        k = torch.arange(self._real, device=q.device)
+        block = block_size(self._length)
+        grid = bounds(self._mask, self._leaves, q, k, (1, block))
+        best = torch.maximum(best, grid.low.amax(-1))
+        for index in range(grid.high.shape[-1]):
+            better = (grid.high[..., index] > best) & (best <= self._mask.hidden / 2)
+            if bool(better.any()):
+                part = k[index * block : (index + 1) * block]
+                found = self._mask.evaluate(self._leaves, q, part).double().amax(-1)
+                best = torch.maximum(best, found)
+        return best
 
 
-def _of_heads(leaf: Tensor, heads: range) -> Tensor:
-    return leaf[:, heads.start : heads.stop] if leaf.shape[1] > 1 else leaf
+def _of_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
+    return of_heads(x, heads, 1) if x.shape[1] > 1 else x
+
+
+def _all_per_block(rows: Tensor, block: int) -> Tensor:
+    return torch.stack([part.all() for part in rows.split(block)])
+
+
+def _short(task: TileTask) -> list[TileTask]:
+    """A tile that needs a mask, in pieces whose masks are small."""
+    if task.kind is not Tile.PARTIAL:
+        return [task]
+    starts = range(task.k_start, task.k_stop, LONGEST_MASK)
+    return [
+        replace(task, k_start=start, k_stop=min(start + LONGEST_MASK, task.k_stop))
+        for start in starts
+    ]
 
 
 def block_size(rows: int) -> int:
@@ -165,33 +322,14 @@ def block_size(rows: int) -> int:
     return size
 
 
-def _tasks(
-    empty: list[list[bool]], full: list[list[bool]], rows: int, columns: int, block: int
-) -> tuple[TileTask, ...]:
-    """Runs of equal blocks along the keys, joined along the queries where they are full."""
-    tasks = []
-    for index, (hidden, seen) in enumerate(zip(empty, full, strict=True)):
-        start = 0
-        kinds = [
-            None if h else Tile.FULL if s else Tile.PARTIAL
-            for h, s in zip(hidden, seen, strict=True)
-        ]
-        for at in range(1, len(kinds) + 1):
-            small = kinds[start] is Tile.FULL or (at - start) * block < LONGEST_MASK
-            if at < len(kinds) and kinds[at] == kinds[start] and small:
-                continue
-            kind = kinds[start]
-            if kind is not None:
-                q_start, k_start = index * block, start * block
-                q_stop, k_stop = min(q_start + block, rows), min(at * block, columns)
-                tasks.append(TileTask(q_start, q_stop, k_start, k_stop, kind))
-            start = at
-    return joined(tasks)
+def before(ranges: Sequence[range], length: int) -> tuple[range, ...]:
+    """The positions below `length`: of ascending ranges the first ones."""
+    parts = (range(r.start, min(r.stop, length), r.step) for r in ranges)
+    return tuple(part for part in parts if len(part))
 
 
-def positions(ranges: Sequence[range], start: int, stop: int, device: torch.device) -> Tensor:
-    """Global positions of the tokens [start, stop) of the concatenation of `ranges`."""
-    parts = slice_ranges(ranges, start, stop)
-    if not parts:
+def positions(ranges: Sequence[range], device: torch.device) -> Tensor:
+    """Global positions of the concatenation of `ranges`."""
+    if not ranges:
         return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in parts])
+    return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqcomp.layout.masks import Causal, Full, Mask
+from seqcomp.layout.masks import Band, Causal, Full, Mask
 
 CAUSAL = Causal(0)
 FULL = Full()
@@ -27,6 +27,7 @@ BOOLS: dict[str, Tensor] = {
     "reverse": torch.arange(15, -1, -1),
     "upper": torch.ones(16, 16, dtype=torch.bool).triu(),
     "window": torch.ones(16, 16, dtype=torch.bool).tril() & torch.ones(16, 16).triu(-2).bool(),
+    "additive_window": torch.full((16, 16), -INF).triu(1) + torch.full((16, 16), -INF).tril(-3),
     "holed": torch.ones(16, 16, dtype=torch.bool).tril() & (torch.arange(256).view(16, 16) != 33),
     "ones": torch.ones(16, 16, dtype=torch.bool),
     "yes": torch.ones(1, 1, dtype=torch.bool),
@@ -151,6 +152,48 @@ OFFSET_IDIOMS: dict[str, tuple[MaskFn, Mask]] = {
     ),
 }
 
+WINDOW_IDIOMS: dict[str, tuple[MaskFn, Mask]] = {
+    "window": (
+        lambda m, x: (positions(x)[0] >= positions(x)[1]) & (positions(x)[0] - positions(x)[1] < 3),
+        Band(0, 2),
+    ),
+    "k > q - 3": (
+        lambda m, x: ones(x).tril() & (positions(x)[1] > positions(x)[0] - 3),
+        Band(0, 2),
+    ),
+    "on both sides": (
+        lambda m, x: (
+            (positions(x)[0] - positions(x)[1] <= 2) & (positions(x)[1] - positions(x)[0] < 2)
+        ),
+        Band(-1, 2),
+    ),
+    "two windows": (
+        lambda m, x: ones(x).tril().triu(-3) & ones(x).tril(1).triu(-2),
+        Band(0, 2),
+    ),
+    "doubled": (
+        lambda m, x: ones(x).tril() & (2 * positions(x)[0] - 2 * positions(x)[1] <= 5),
+        Band(0, 2),
+    ),
+    "triu(-2) of tril": (lambda m, x: ones(x).tril().triu(-2), Band(0, 2)),
+    "window of -inf": (
+        lambda m, x: full(x, -INF).triu(1).masked_fill(ones(x).tril(-3), -INF),
+        Band(0, 2),
+    ),
+    "window of min": (lambda m, x: torch.where(ones(x).tril().triu(-2), 0.0, LOW), Band(0, 2)),
+    "window buffer": (lambda m, x: m.window[: x.shape[2], : x.shape[2]], Band(0, 2)),
+    "additive window buffer": (
+        lambda m, x: m.additive_window[: x.shape[2], : x.shape[2]],
+        Band(0, 2),
+    ),
+    "behind the diagonal": (lambda m, x: ones(x).tril(-1).triu(-2), Band(1, 2)),
+    "upper": (lambda m, x: ones(x).triu(), Band(None, 0)),
+    "upper buffer": (lambda m, x: m.upper[: x.shape[2], : x.shape[2]], Band(None, 0)),
+    "transposed causal": (lambda m, x: ones(x).tril().transpose(0, 1), Band(None, 0)),
+    "q <= k": (lambda m, x: positions(x)[0] <= positions(x)[1], Band(None, 0)),
+    "tril of -inf": (lambda m, x: full(x, -INF).tril(-1), Band(None, 0)),
+}
+
 FULL_IDIOMS: dict[str, MaskFn] = {
     "ones": lambda m, x: ones(x),
     "no -inf at all": lambda m, x: full(x, 0.0),
@@ -162,16 +205,11 @@ FULL_IDIOMS: dict[str, MaskFn] = {
     "not of zeros": lambda m, x: ~torch.zeros_like(ones(x)),
 }
 
-# Each of these is something else than causal or full, however alike it looks.
+# Each of these is something else than causal, full or a window, however alike it looks.
 OTHER_IDIOMS: dict[str, MaskFn] = {
-    "window": lambda m, x: (positions(x)[0] >= positions(x)[1])
-    & (positions(x)[0] - positions(x)[1] < 3),
-    "triu(-2) of tril": lambda m, x: ones(x).tril().triu(-2),
-    "window buffer": lambda m, x: m.window[: x.shape[2], : x.shape[2]],
-    "upper": lambda m, x: ones(x).triu(),
-    "upper buffer": lambda m, x: m.upper[: x.shape[2], : x.shape[2]],
-    "transposed causal": lambda m, x: ones(x).tril().transpose(0, 1),
-    "q <= k": lambda m, x: positions(x)[0] <= positions(x)[1],
+    "window of min, empty rows": lambda m, x: torch.where(ones(x).tril(-1).triu(-2), 0.0, LOW),
+    "crossed": lambda m, x: ones(x).tril(-2).triu(-1),
+    "window that grows": lambda m, x: ones(x).tril() & (positions(x)[0] <= 2 * positions(x)[1]),
     "diagonal": lambda m, x: positions(x)[0] == positions(x)[1],
     "off diagonal": lambda m, x: (positions(x)[0] != positions(x)[1]) | (positions(x)[1] == 0),
     "strided keys": lambda m, x: positions(x)[0] >= 2 * positions(x)[1],
@@ -227,7 +265,6 @@ OTHER_IDIOMS: dict[str, MaskFn] = {
     "lower bias": lambda m, x: m.lower_bias[: x.shape[2], : x.shape[2]],
     "triu of a soft penalty": lambda m, x: full(x, -10.0).triu(1),
     "penalty -1e9": lambda m, x: full(x, -1e9).triu(1) * 1e-8,
-    "tril of -inf": lambda m, x: full(x, -INF).tril(-1),
     "shifted by one": lambda m, x: full(x, -INF).triu(1) + 1.0 - positions(x)[1],
     "where half": lambda m, x: torch.where(ones(x).tril(), 0.5, 0.0),
     "rows of min, all hidden": lambda m, x: full(x, LOW).triu(0),
@@ -253,7 +290,7 @@ IDIOMS: dict[str, MaskFn] = {
     **CAUSAL_IDIOMS,
     **FULL_IDIOMS,
     **OTHER_IDIOMS,
-    **{name: fn for name, (fn, _) in OFFSET_IDIOMS.items()},
+    **{name: fn for name, (fn, _) in (OFFSET_IDIOMS | WINDOW_IDIOMS).items()},
 }
 # True, but not proved: refused rather than read.
 UNREAD = {

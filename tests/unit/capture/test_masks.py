@@ -30,6 +30,7 @@ from tests.unit.capture.mask_idioms import (
     OFFSET_IDIOMS,
     OTHER_IDIOMS,
     UNREAD,
+    WINDOW_IDIOMS,
     B,
     D,
     H,
@@ -89,9 +90,12 @@ def test_causal_idioms_are_read(name: str) -> None:
     check_sound(CAUSAL, name)
 
 
-@pytest.mark.parametrize("name", OFFSET_IDIOMS)
-def test_offsets_are_read(name: str) -> None:
-    expected = OFFSET_IDIOMS[name][1]
+BANDS = OFFSET_IDIOMS | WINDOW_IDIOMS
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_offsets_and_windows_are_read(name: str) -> None:
+    expected = BANDS[name][1]
     assert read()[name] == expected
     check_sound(expected, name)
 

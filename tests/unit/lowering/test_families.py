@@ -40,9 +40,13 @@ COMPOSED = ("usp_2x2", "ring_2+megatron_sp_2")
 SAMPLE = ("llama", "gpt2", "phi3", "gpt_neox", "cohere", "encoder", *TITAN)
 # Heads of torchtitan's debug models allow 4.
 FOUR = [(family, "megatron_sp_4") for family in TITAN] + [(f, "data_2+ring_2") for f in TITAN]
-CASES = [(family, plan) for family in FAMILIES for plan in ALONE] + [
-    (family, plan) for family in SAMPLE for plan in COMPOSED
-]  # fmt: skip
+OTHERS = [family for family in FAMILIES if family not in SAMPLE]
+CASES = [(family, plan) for family in SAMPLE for plan in (*ALONE, *COMPOSED)] + [
+    # What is like one of the sample: the tensor axis, and ring and ulysses in turn.
+    (family, plan)
+    for index, family in enumerate(OTHERS)
+    for plan in ("megatron_sp_2", ALONE[index % 2])
+]
 
 
 def _marked(family: str, *rest: str) -> Any:

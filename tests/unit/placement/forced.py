@@ -122,6 +122,16 @@ USP = Mesh(
     MeshView({"ring": 2, "ulysses": 3}, ("ring", "ulysses"), ()), SequenceLayout("striped", 2, 3)
 )
 
+# S is not a multiple of these: 12 tokens are padded to 20 and 16.
+PADDED_RING = Mesh(
+    MeshView({"data": 2, "ring": 5}, ("ring",), ("data",), pads=True),
+    SequenceLayout("zigzag", 5, 1),
+)
+PADDED_USP = Mesh(
+    MeshView({"ring": 2, "ulysses": 4}, ("ring", "ulysses"), (), pads=True),
+    SequenceLayout("striped", 2, 4),
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Force(ops.Op):

@@ -104,11 +104,40 @@ def test_heads(name: str, heads: int, kv: int, expected: str | None, legal: Any)
     assert [item.code for item in found] == ([expected] if expected else [])
     if legal:
         assert found[0].legal == legal
-        assert "model.layers.0.self_attn" in found[0].message
+        for part in ("model.layers.0.self_attn", "query heads", "KV heads"):
+            assert part in found[0].message
+        assert ("strategies.ulysses.pad_heads: true" in found[0].help) == name.startswith("ulysses")
 
 
-def test_pad_heads_lifts_the_limit() -> None:
-    padded = plan({"ulysses": 3}, strategies={"ulysses": {"pad_heads": True}})
+@pytest.mark.parametrize(
+    ("degree", "heads", "kv", "expected"),
+    [
+        (
+            3,
+            32,
+            8,
+            ("11 query heads and 4 KV heads", "1 query heads of zeros (1.03 x", "+10 heads"),
+        ),
+        (
+            64,
+            32,
+            8,
+            ("1 query heads and 1 KV heads", "32 query heads of zeros (2.00 x", "+64 heads"),
+        ),
+        (7, 28, 4, ("4 query heads and 2 KV heads", "0 query heads of zeros (1.00 x", "+14 heads")),
+    ],
+)
+def test_pad_heads_lifts_the_limit(
+    degree: int, heads: int, kv: int, expected: tuple[str, ...]
+) -> None:
+    padded = plan({"ulysses": degree}, strategies={"ulysses": {"pad_heads": True}})
+    item = only(check_plan(padded, facts(heads, kv)), "SC411")
+    for part in expected:
+        assert part in item.message
+
+
+def test_pad_heads_says_nothing_where_heads_fit() -> None:
+    padded = plan({"ulysses": 4}, strategies={"ulysses": {"pad_heads": True}})
     assert codes(check_plan(padded, facts())) == []
 
 
@@ -147,7 +176,9 @@ def test_lengths_in_the_plan_and_of_the_model() -> None:
     assert item.where == "inputs.ids.length"
     assert codes(check_plan(insisting, seq_len=16)) == ["SC503"]
     assert codes(check_plan(load_plan("ring_4"), facts(length=10))) == ["SC206", "SC207"]
-    assert codes(check_plan(plan({"ring": 4}, padding="pad"), seq_len=13)) == []
+    padded = only(check_plan(plan({"ring": 4}, padding="pad"), seq_len=13), "SC412")
+    assert "13 tokens is padded to 16" in padded.message
+    assert codes(check_plan(plan({"ring": 4}, padding="pad"), seq_len=16)) == []
 
 
 def test_balance_is_a_warning_never_an_error() -> None:
@@ -197,8 +228,6 @@ def test_inputs() -> None:
     ("code", "text"),
     [
         ("SC901", "mesh: {data: 2}\nstrategies: {fsdp: }\n"),
-        ("SC903", "mesh: {ring: 2}\nstrategies: {ring: }\npadding: pad\n"),
-        ("SC904", "mesh: {ulysses: 2}\nstrategies: {ulysses: {pad_heads: true}}\n"),
         ("SC905", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {checkpoint: block}\n"),
         ("SC906", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {loss_chunks: 2}\n"),
         ("SC907", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {offload: cpu}\n"),

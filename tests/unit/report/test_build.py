@@ -50,7 +50,7 @@ def test_json_is_plain_and_complete() -> None:
     data = json.loads(json.dumps(report.to_json()))
     assert set(data) == set(Report.__dataclass_fields__)
     assert set(data["comm"][0]) == {
-        "module", "kind", "axis", "count", "bytes_sent", "phase", "overlappable",
+        "module", "kind", "axis", "count", "bytes_sent", "phase", "overlappable", "at_most",
     }  # fmt: skip
     assert sum(row["bytes_sent"] for row in data["comm"]) == report.bytes_sent()
     assert report.bytes_sent() == report.bytes_sent("forward") + report.bytes_sent("backward")

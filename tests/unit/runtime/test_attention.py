@@ -205,8 +205,8 @@ def test_work_is_divided_as_the_layout_promises(layout, transport, monkeypatch):
     lock = threading.Lock()
     real = kernels.kernel
 
-    def counting(name, *, group=1):
-        inner = real(name, group=group)
+    def counting(name, **options):
+        inner = real(name, **options)
 
         def count(phase, q, k, causal):
             rows, columns = q.shape[2], k.shape[2]
@@ -215,11 +215,13 @@ def test_work_is_divided_as_the_layout_promises(layout, transport, monkeypatch):
             with lock:
                 computed[threading.current_thread().name, phase] += area
 
-        def forward(q, k, v, *, causal, scale):
+        def forward(q, k, v, *, causal, scale, mask=None):
+            assert mask is None
             count("forward", q, k, causal)
             return inner.forward(q, k, v, causal=causal, scale=scale)
 
-        def backward(dout, q, k, v, out, lse, *, causal, scale):
+        def backward(dout, q, k, v, out, lse, *, causal, scale, mask=None):
+            assert mask is None
             count("backward", q, k, causal)
             return inner.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
 

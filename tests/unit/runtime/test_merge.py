@@ -90,13 +90,13 @@ def test_unequal_head_dims_take_the_math_kernel():
 def test_a_kernel_without_groups_is_given_whole_heads():
     real = kernels.kernel("cpu_flash")
 
-    def forward(q, k, v, *, causal, scale):
+    def forward(q, k, v, **arguments):
         assert q.shape[1] == k.shape[1]
-        return real.forward(q, k, v, causal=causal, scale=scale)
+        return real.forward(q, k, v, **arguments)
 
-    def backward(dout, q, k, v, out, lse, *, causal, scale):
+    def backward(dout, q, k, v, out, lse, **arguments):
         assert q.shape[1] == k.shape[1]
-        return real.backward(dout, q, k, v, out, lse, causal=causal, scale=scale)
+        return real.backward(dout, q, k, v, out, lse, **arguments)
 
     wrapped = kernels._expanding(kernels.Kernel("strict", forward, backward, grouped=False), 2)
     q, k, v = (torch.randn(2, h, 6, 4, dtype=torch.float64) for h in (4, 2, 2))

@@ -1,0 +1,155 @@
+"""Arithmetic of bands: pairs of positions with low <= query - key <= high.
+
+A limit None is none. Everything is in closed form or linear in the number of tiles.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from seqcomp.layout.tiles import Tile, TileTask
+
+SMALLEST_EDGE, LARGEST_EDGE = 128, 1024
+"""Rows of one tile along the lower edge of a band, whose corner no kernel knows."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """low <= query - key <= high; None is no limit."""
+
+    low: int | None = None
+    high: int | None = None
+
+
+def split_band(limits: Limits, q: range, k: range, edge: int | None = None) -> list[TileTask]:
+    """Disjoint tasks that cover exactly the visible pairs of two ascending ranges.
+
+    edge: rows of a tile along the lower edge; about half of the band's width unless given.
+    """
+    if not len(q) or not len(k):
+        return []
+    if q.step != k.step:
+        return _split_unequal(limits, q, k, edge or SMALLEST_EDGE)
+    down, up = _diagonals(limits, q, k)
+    first, last = max(0, -up), min(len(q), len(k) - down)
+    if down > up or first >= last:
+        return []
+    rows = edge or min(LARGEST_EDGE, max(SMALLEST_EDGE, (up - down + 1) // 2))
+    # Rows from `saturated` on see up to the last key, those before `opened` from the first one.
+    saturated = len(k) - up if up < len(k) - 1 else 0
+    opened = 1 - down
+    cuts = sorted({first, last, *(c for c in (saturated, opened) if first < c < last)})
+    tasks: list[TileTask] = []
+    for start, stop in itertools.pairwise(cuts):
+        top = None if stop > saturated else up
+        if stop <= opened:
+            tasks += _upper_edge(start, stop, 0, top, len(k))
+            continue
+        for at in range(start, stop, rows):
+            tasks += _both_edges(at, min(at + rows, stop), down, top, len(k))
+    return tasks
+
+
+def keys_in_band(limits: Limits, q: range, k: range) -> range:
+    """Local keys that some query sees; exact for equal steps, else all between the outermost."""
+    if not len(q) or not len(k):
+        return range(0)
+    if q.step != k.step:
+        start, stop = _hull(limits, q, k)
+        return range(start, stop) if band_area(limits, q, k) else range(0)
+    down, up = _diagonals(limits, q, k)
+    first, last = max(0, -up), min(len(q), len(k) - down)
+    if down > up or first >= last:
+        return range(0)
+    return range(max(0, first + down), min(len(k), last + up))
+
+
+def band_area(limits: Limits, q: range, k: range) -> int:
+    """Number of visible pairs of two ascending ranges, in O(log s)."""
+    low, high = limits.low, limits.high
+    if not len(q) or not len(k) or (low is not None and high is not None and low > high):
+        return 0
+    total = len(q) * len(k) if low is None else _causal_area(-low, q, k)
+    return total - (0 if high is None else _causal_area(-high - 1, q, k))
+
+
+def _diagonals(limits: Limits, q: range, k: range) -> tuple[int, int]:
+    """(down, up): local query a sees the local keys a + down <= b <= a + up; equal steps."""
+    gap = q.start - k.start
+    down = -len(q) if limits.high is None else -((limits.high - gap) // q.step)
+    up = len(k) if limits.low is None else (gap - limits.low) // q.step
+    return max(down, -len(q)), min(up, len(k))
+
+
+def _upper_edge(start: int, stop: int, left: int, up: int | None, keys: int) -> list[TileTask]:
+    """Rows that see all keys from `left` up to the diagonal `up`, or to the end."""
+    if up is None:
+        return _task(start, stop, left, keys, Tile.FULL)
+    full = _task(start, stop, left, start + up, Tile.FULL)
+    # A kernel has no use for a triangle of one.
+    kind = Tile.CAUSAL if stop - start > 1 else Tile.FULL
+    return full + _task(start, stop, start + up, stop + up, kind)
+
+
+def _both_edges(start: int, stop: int, down: int, up: int | None, keys: int) -> list[TileTask]:
+    """Rows that see the keys from the diagonal `down` on; the corner at the left is partial."""
+    common = stop - 1 + down  # the first key that all of these rows see
+    if up is not None and common > start + up:
+        return _task(start, stop, start + down, stop + up, Tile.PARTIAL)
+    corner = _task(start, stop - 1, start + down, common, Tile.PARTIAL)
+    return corner + _upper_edge(start, stop, common, up, keys)
+
+
+def _task(q_start: int, q_stop: int, k_start: int, k_stop: int, kind: Tile) -> list[TileTask]:
+    if q_start >= q_stop or k_start >= k_stop:
+        return []
+    return [TileTask(q_start, q_stop, k_start, k_stop, kind)]
+
+
+def _split_unequal(limits: Limits, q: range, k: range, rows: int) -> list[TileTask]:
+    tasks = []
+    for at in range(0, len(q), rows):
+        part = q[at : at + rows]
+        start, stop = _hull(limits, part, k)
+        area = band_area(limits, part, k[start:stop])
+        if area:
+            kind = Tile.FULL if area == len(part) * (stop - start) else Tile.PARTIAL
+            tasks += _task(at, at + len(part), start, stop, kind)
+    return tasks
+
+
+def _hull(limits: Limits, q: range, k: range) -> tuple[int, int]:
+    """Local keys between the smallest and the largest position that a query may see."""
+    start = 0 if limits.high is None else _count_up_to(k, q[0] - limits.high - 1)
+    stop = len(k) if limits.low is None else _count_up_to(k, q[-1] - limits.low)
+    return start, max(start, stop)
+
+
+def _count_up_to(positions: range, limit: int) -> int:
+    return min(len(positions), max(0, (limit - positions.start) // positions.step + 1))
+
+
+def _causal_area(offset: int, q: range, k: range) -> int:
+    # Query a sees min(len(k), floor((q.start + offset - k.start + a * q.step) / k.step) + 1) keys.
+    gap = q.start + offset - k.start
+    first = min(len(q), max(0, -(gap // q.step)))
+    saturated = (len(k) - 1) * k.step - gap
+    last = min(len(q), max(first, -(-saturated // q.step)))
+    ramp = _floor_sum(last - first, q.step, gap + first * q.step + k.step, k.step)
+    return ramp + (len(q) - last) * len(k)
+
+
+def _floor_sum(count: int, slope: int, start: int, divisor: int) -> int:
+    """Sum of floor((slope * i + start) / divisor) for i < count; all >= 0, in O(log divisor)."""
+    total = 0
+    while count > 0:
+        whole_slope, slope = divmod(slope, divisor)
+        whole_start, start = divmod(start, divisor)
+        total += whole_slope * count * (count - 1) // 2 + whole_start * count
+        top = slope * count + start
+        if top < divisor:
+            break
+        count, start = divmod(top, divisor)
+        slope, divisor = divisor, slope
+    return total

@@ -1,0 +1,106 @@
+"""Which keys and values travel between the ranks of a ring, for one mask.
+
+A ring sends every block to every rank. Where most of it would be sent in vain (windows,
+documents), each rank sends straight to each other what that one's queries see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from seqcomp.layout.masks import Causal, Full, Mask
+from seqcomp.layout.sequence import SequenceLayout
+
+Intervals = tuple[range, ...]
+"""Disjoint ascending runs of local keys, with gaps between them."""
+
+
+@dataclass(frozen=True)
+class Travel:
+    """``needs[receiver][source]``: the keys that ``receiver`` gets, of the ``keys`` of ``source``.
+
+    What a rank needs of itself does not travel and is not looked at.
+    """
+
+    keys: int
+    needs: tuple[tuple[Intervals, ...], ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.needs)
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """Steps t at which some rank r sends to (r + t) % size, neighbours on both sides first."""
+        offsets = sorted(range(1, self.size), key=lambda t: (min(t, self.size - t), t))
+        return tuple(
+            t for t in offsets if any(self.count((r + t) % self.size, r) for r in range(self.size))
+        )
+
+    def count(self, receiver: int, source: int) -> int:
+        """Number of keys that go from ``source`` to ``receiver``."""
+        return sum(map(len, self.needs[receiver][source]))
+
+    def sent(self, rank: int) -> tuple[int, ...]:
+        """Numbers of keys that ``rank`` sends to those who need some."""
+        found = [self.count(to, rank) for to in range(self.size) if to != rank]
+        return tuple(n for n in found if n)
+
+    def received(self, rank: int) -> tuple[int, ...]:
+        """Numbers of keys that ``rank`` gets from those that it needs some of."""
+        found = [self.count(rank, source) for source in range(self.size) if source != rank]
+        return tuple(n for n in found if n)
+
+    def place(self, receiver: int, source: int, key: int) -> int:
+        """Where a local key of ``source`` is among those that ``receiver`` gets."""
+        offset = 0
+        for run in self.needs[receiver][source]:
+            if key in run:
+                return offset + key - run.start
+            offset += len(run)
+        raise AssertionError(f"key {key} of rank {source} does not go to rank {receiver}")
+
+    def saves(self) -> bool:
+        """Whether all ranks together send less than a ring would."""
+        total = sum(sum(self.sent(rank)) for rank in range(self.size))
+        return total < self.size * (self.size - 1) * self.keys
+
+
+def travel_of(mask: Mask, layout: SequenceLayout, length: int) -> Travel | None:
+    """What travels under a rule on positions; None where whole blocks go round the ring.
+
+    Full and causal attention keep the ring: they need nearly all of it over the whole sequence,
+    and a ring loads the links between neighbours only.
+    """
+    if layout.ring == 1 or isinstance(mask, Full | Causal):
+        return None
+    ranks = [layout.ring_ranges(length, rank) for rank in range(layout.ring)]
+    needs = tuple(tuple(keys_seen(mask, q, k) for k in ranks) for q in ranks)
+    travel = Travel(length // layout.ring, needs)
+    return travel if travel.saves() else None
+
+
+def keys_seen(mask: Mask, q_ranges: Sequence[range], k_ranges: Sequence[range]) -> Intervals:
+    """Local keys of the concatenation of ``k_ranges`` that some query sees, a run for each pair of
+    ranges at most. Bounds what is seen from outside where ``mask`` is no band of equal steps.
+    """
+    runs, offset = [], 0
+    for k in k_ranges:
+        for q in q_ranges:
+            seen = mask.keys_seen(q, k)
+            runs.append(range(seen.start + offset, seen.stop + offset))
+        offset += len(k)
+    return united(runs)
+
+
+def united(runs: Iterable[range]) -> Intervals:
+    """The union of runs; those that overlap or touch are one."""
+    found: list[range] = []
+    for run in sorted((r for r in runs if len(r)), key=lambda r: r.start):
+        if found and run.start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(found[-1].stop, run.stop))
+        else:
+            found.append(run)
+    return tuple(found)
