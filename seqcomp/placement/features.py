@@ -30,11 +30,18 @@ def width(linear: Node) -> int:
     return int(linear.meta["val"].shape[-1])
 
 
-def from_input(node: Node, capture: Capture) -> bool:
-    """Whether a value is made of an input by operations of one operand."""
+# What models make themselves where a call leaves it out: all calls must agree on the cut.
+_LEFT_OUT = ("token_type_ids", "position_ids", "positions", "segment_ids")
+
+
+def from_words(node: Node, capture: Capture) -> bool:
+    """Whether a value is made of an input of tokens by operations of one operand."""
     while is_tensor(node) and node.op == "call_function" and node.args:
         node = node.args[0]
-    return isinstance(node, Node) and node.name in capture.inputs
+    if not isinstance(node, Node) or node.name not in capture.inputs:
+        return False
+    dims = capture.dims[capture.inputs.index(node.name)]
+    return dims is None or dims.name not in _LEFT_OUT
 
 
 def sources(node: Node, capture: Capture) -> set[Node] | None:

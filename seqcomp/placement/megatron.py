@@ -24,7 +24,7 @@ from seqcomp.placement.features import (
     by_heads,
     ends_in,
     feeds_attention,
-    from_input,
+    from_words,
     is_linear,
     next_linears,
     sources,
@@ -145,7 +145,7 @@ def _plan_vocabulary(plan: TensorPlan, capture: Capture, linears: Iterable[Node]
     for node in capture.graph.nodes:
         if op_name(node) == "aten.embedding" and node.args[0].name in capture.parameters:
             rows = int(node.args[0].meta["val"].shape[0])
-            if not from_input(node.args[1], capture):
+            if not from_words(node.args[1], capture):
                 continue
             if rows < plan.degree:
                 found = f"{rows} words for {plan.degree} ranks"

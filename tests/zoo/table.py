@@ -71,8 +71,8 @@ def main() -> None:
     if options.run is not None:
         cells = [
             (name, plan)
-            for name in ZOO
             for plan in PLANS
+            for name in ZOO
             if options.run.lower() in name.lower()
             and not (options.missing and plan in table.get(name, {}))
         ]

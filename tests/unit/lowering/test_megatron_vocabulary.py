@@ -234,3 +234,45 @@ def test_a_padded_softmax_is_noticed() -> None:
     logits, labels = want.logits[:, :-1].flatten(0, 1), inputs(ODD)["labels"][:, 1:].flatten()
     padded = nn.functional.cross_entropy(nn.functional.pad(logits, (0, 3)), labels)
     assert value_distance(want.loss, padded) > CLEARLY_WRONG
+
+
+class Typed(nn.Module):
+    """Tables of words, of token types and of positions; the model makes what is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.types = nn.Embedding(30, 16), nn.Embedding(2, 16)
+        self.places, self.head = nn.Embedding(64, 16), nn.Linear(16, 30)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """ids [B, S] -> logits [B, S, V]."""
+        if token_type_ids is None:
+            token_type_ids = torch.zeros_like(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        x = self.words(input_ids) + self.types(token_type_ids) + self.places(position_ids)
+        return self.head(x)
+
+
+def test_calls_with_and_without_optional_indices_cut_the_same_weights() -> None:
+    ids = torch.arange(16).reshape(2, 8)
+    optional = {"token_type_ids": ids % 2, "position_ids": ids % 8}
+    want = typed()
+
+    def step(model: nn.Module, context: RankContext, local: dict[str, Any]) -> set[str]:
+        for given in ({}, optional, {"token_type_ids": ids % 2}):
+            torch.testing.assert_close(model(ids, **given), want(ids, **given))
+        return set(seqcomp.of(model).programs[-1].cuts)
+
+    for cuts in lockstep(typed, plans.megatron(2), step, inputs={"input_ids": ids}):
+        assert cuts == {"words.weight", "head.weight", "head.bias"}
+
+
+def typed() -> Typed:
+    torch.manual_seed(0)
+    return Typed()
