@@ -130,11 +130,15 @@ def test_padded_models(plan: plans.Plan, spec: Spec, batch: int) -> None:
 def test_one_program_for_all_lengths() -> None:
     """Also those that need no padding; batches differ too."""
 
+    batches = [
+        inputs(M0, batch=batch, seq=seq) for batch, seq in ((2, 16), (4, 13), (3, 5), (2, 24))
+    ]
+    # Made before the ranks start: building a model sets torch's default dtype for a moment.
+    wanted = [reference(build, given) for given in batches]
+
     def step(model: nn.Module, context: RankContext, local: dict[str, Any]) -> Any:
         found = []
-        for batch, seq in ((2, 16), (4, 13), (3, 5), (2, 24)):
-            given = inputs(M0, batch=batch, seq=seq)
-            want = reference(build, given)
+        for given, want in zip(batches, wanted, strict=True):
             model.zero_grad()
             out = model(**given)
             out["loss"].backward()

@@ -44,9 +44,9 @@ class Attention(Op):
         parts = rank.layout.ring * (ulysses.size if ulysses else 1)
 
         @functools.lru_cache(maxsize=4)
-        def rule_on(length: int, device: torch.device) -> StaticTiling:
+        def rule_on(dealt: int, device: torch.device, real: int | None) -> StaticTiling:
             assert self.mask is not None, "neither a mask nor a tiling"
-            return StaticTiling(self.mask, rank.layout, length, device)
+            return StaticTiling(self.mask, rank.layout, dealt, device, real)
 
         def sharded_attention(
             q: Tensor,
@@ -57,7 +57,7 @@ class Attention(Op):
             length: int | None = None,
         ) -> Tensor:
             if tiling is None:
-                tiling = rule_on(q.shape[2] * parts, q.device)
+                tiling = rule_on(q.shape[2] * parts, q.device, length)
             return attention(
                 q, k, v, plan, tiling, sinks,
                 ring=ring, ulysses=ulysses, length=length, label=self.label,
