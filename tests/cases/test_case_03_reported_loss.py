@@ -19,6 +19,8 @@ PLANS = (
     plans.usp(2, 2, "zigzag"),
     plans.with_data(plans.ring(2, "contiguous"), 2),
     plans.with_data(plans.ulysses(2), 2),
+    plans.with_tensor(plans.ring(2, "zigzag"), 2),
+    plans.with_tensor(plans.ulysses(2), 2),
 )
 
 

@@ -10,6 +10,7 @@ from tests.fixtures.models import M0
 from tests.fixtures.parity import Call, Case, check_parity, check_refused
 from tests.fixtures.pool import Pools
 
+PLANS = (plans.usp(2, 2, "zigzag"), plans.with_tensor(plans.ring(2, "zigzag"), 2))
 ALLOWED = tuple(Call({"batch": b, "seq": s}) for b in (1, 2) for s in (16, 12, 8))
 
 
@@ -30,12 +31,14 @@ def test_factor_of_zigzag(ring: int, inner: int, factor: int) -> None:
 
 
 @pytest.mark.distributed
-def test_allowed_lengths_and_batches(pools: Pools) -> None:
-    check_parity(pools, Case(plans.usp(2, 2, "zigzag"), M0, ALLOWED))
+@pytest.mark.parametrize("plan", PLANS, ids=plans.name)
+def test_allowed_lengths_and_batches(pools: Pools, plan: plans.Plan) -> None:
+    check_parity(pools, Case(plan, M0, ALLOWED))
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("plan", PLANS, ids=plans.name)
 @pytest.mark.parametrize("seq", [6, 14])
-def test_other_lengths_name_the_factor(pools: Pools, seq: int) -> None:
-    case = Case(plans.usp(2, 2, "zigzag"), M0, (Call({"seq": seq}),))
+def test_other_lengths_name_the_factor(pools: Pools, plan: plans.Plan, seq: int) -> None:
+    case = Case(plan, M0, (Call({"seq": seq}),))
     assert check_refused(pools, case, str(seq), "4") == ("SC206",)

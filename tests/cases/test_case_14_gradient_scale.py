@@ -9,6 +9,7 @@ import torch
 
 from tests.fixtures import faults, plans
 from tests.fixtures.compare import compare_grads, gradients_of, reference
+from tests.fixtures.compare import whole as full
 from tests.fixtures.models import M0, build, inputs
 from tests.fixtures.parity import Call, Case, check_parity, data_slice, slice_batch
 from tests.fixtures.pool import Pools
@@ -18,6 +19,8 @@ PLANS = (
     plans.ring(4, "zigzag"),
     plans.with_data(plans.ring(2, "zigzag"), 2),
     {"mesh": {"ring": 2, "data": 2}, "strategies": {"ring": {"layout": "striped"}, "data": {}}},
+    plans.with_data(plans.megatron(2), 2),
+    plans.with_tensor(plans.ring(2, "zigzag"), 2),
 )
 
 
@@ -48,8 +51,9 @@ def step(rank: int, world: int, plan: dict[str, Any]) -> dict[str, Any]:
     out["loss"].backward()
     got = gradients_of(model)
     torch.optim.SGD(model.parameters(), lr=LR).step()
+    found = {name: full(p.detach()) for name, p in model.named_parameters()}
     seqcomp.of(model).close()
-    weights = compare_grads(dict(whole.named_parameters()), dict(model.named_parameters()))
+    weights = compare_grads(dict(whole.named_parameters()), found)
     ratios = {
         name: float((got[name].flatten() @ g.flatten()) / (g.flatten() @ g.flatten()))
         for name, g in want.items()
@@ -58,7 +62,7 @@ def step(rank: int, world: int, plan: dict[str, Any]) -> dict[str, Any]:
         "gradient": compare_grads(want, got)[0],
         "weights": weights[0],
         "ratios": ratios,
-        "bytes": [p.detach().numpy().tobytes() for p in model.parameters()],
+        "bytes": [p.numpy().tobytes() for p in found.values()],
     }
 
 
