@@ -170,7 +170,8 @@ def _attention(
     node.target = ops.Attention(info.mask, info.scale, transport, info.where, info.softcap)
     tiling = None
     if info.pairs is not None:
-        tiling = tiling_of(graph, info.pairs, decision, made, context)
+        rows = context.capture.shape(node)[2]
+        tiling = tiling_of(graph, info.pairs, decision, made, context, rows)
         _report_dense(info, context)
     length: tuple[Any, ...] = ()
     if context.mesh.pads and decision.attributes["tokens"]:

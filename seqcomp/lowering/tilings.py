@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from seqcomp.capture.pair_masks import PairReading
+from seqcomp.capture.sizes import Size
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import Graph, LoweringContext
 from seqcomp.lowering.redistribute import Redistributor
@@ -20,8 +21,12 @@ def tiling_of(
     decision: Decision,
     made: Redistributor,
     context: LoweringContext,
+    length: Size,
 ) -> Node:
-    """The node that makes the tiling of a mask; attentions with equal masks share it."""
+    """The node that makes the tiling of a mask; attentions with equal masks share it.
+
+    length: of the attention's own sequence, which in a decoder beside an encoder is not the call's.
+    """
     wanted: tuple[Spec, ...] = decision.attributes["inputs"]
     op = ops.MaskTiling(
         reading.mask,
@@ -29,9 +34,9 @@ def tiling_of(
         whole=not decision.attributes["tokens"],
         padded=context.mesh.pads,
     )
-    key = (op, tuple(item.node for item in reading.inputs), tuple(wanted))
+    key = (op, tuple(item.node for item in reading.inputs), tuple(wanted), length)
     if key not in context.tilings:
-        context.tilings[key] = _tiling(graph, op, reading, wanted, made, context)
+        context.tilings[key] = _tiling(graph, op, reading, wanted, made, context, length)
     return context.tilings[key]
 
 
@@ -42,6 +47,7 @@ def _tiling(
     wanted: Sequence[Spec],
     made: Redistributor,
     context: LoweringContext,
+    length: Size,
 ) -> Node:
     nodes = [item.node for item in reading.inputs]
     before = _after(graph, nodes)
@@ -51,11 +57,11 @@ def _tiling(
         have = context.placement.native[node]
         assert isinstance(have, Spec)
         given.append(made.get(node, have, want, before))
-    length = made.size(context.capture.length, before)
+    total = made.size(length, before)
     # What another operation wanted in the same form may have been made further down.
     before = _after(graph, [*nodes, *given])
     with graph.inserting_before(before):
-        tiling = graph.call_function(op, (length, *given))
+        tiling = graph.call_function(op, (total, *given))
     computed = [n for n in nodes if n.op != "placeholder"]
     scope = computed[-1].meta.get("nn_module_stack") if computed else None
     tiling.meta["nn_module_stack"] = dict(scope or {})

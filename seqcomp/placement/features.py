@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import sympy
 from torch.fx import Node
@@ -34,14 +35,19 @@ def width(linear: Node) -> int:
 _LEFT_OUT = ("token_type_ids", "position_ids", "positions", "segment_ids")
 
 
-def from_words(node: Node, capture: Capture) -> bool:
-    """Whether a value is made of an input of tokens by operations of one operand."""
-    while is_tensor(node) and node.op == "call_function" and node.args:
-        node = node.args[0]
-    if not isinstance(node, Node) or node.name not in capture.inputs:
+def from_words(node: Any, capture: Capture) -> bool:
+    """Whether a value is made of an input of tokens, moved and changed one by one."""
+    if not is_tensor(node):
         return False
-    dims = capture.dims[capture.inputs.index(node.name)]
-    return dims is None or dims.name not in _LEFT_OUT
+    if node.op != "call_function":
+        where = capture.inputs.index(node.name) if node.name in capture.inputs else None
+        dims = capture.dims[where] if where is not None else None
+        return where is not None and (dims is None or dims.name not in _LEFT_OUT)
+    name = op_name(node)
+    if name.endswith("_like") or name.startswith("aten.new_") or not node.args:
+        return False  # the operand gives sizes alone
+    parts = 2 if name in ("aten.slice_scatter", "aten.select_scatter") else 1
+    return any(from_words(part, capture) for part in node.args[:parts])
 
 
 def sources(node: Node, capture: Capture) -> set[Node] | None:

@@ -53,7 +53,9 @@ def attention_rule(node: Node, env: Env) -> Decision:
         )
     attributes = {"tokens": tokens, "sliced": sliced, "by_head": by_head}
     everywhere = tuple(a for a in env.mesh.sequence if a not in by_head)
+    square = env.shape(k)[2] == length
     tiled = info.pairs is not None and tokens == everywhere and not broadcast
+    tiled = tiled and (square or bool(tokens))
     if not tokens and not tiled:
         wants = {n: placed(n, ()) for n in (q, k, v)} | extra
         if is_tensor(mask):
