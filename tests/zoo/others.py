@@ -51,6 +51,11 @@ def shorter_target() -> Inputs:
     return {"input_ids": ids(), "labels": ids(LENGTH // 2, seed=5)}
 
 
+def longer_target() -> Inputs:
+    """An encoder of half as many tokens as the decoder."""
+    return {"input_ids": ids(LENGTH // 2), "labels": ids(seed=5)}
+
+
 def images() -> Inputs:
     return {"pixel_values": drawn(BATCH, 3, 32, 32)}
 
@@ -97,6 +102,7 @@ ENCODER_DECODERS = tuple(
         ("T5, shorter target", t5, shorter_target, WHOLE_LABELS),
         ("BART", bart, labelled, None),
         ("BART, padded encoder", bart, padded, None),
+        ("BART, longer target", bart, longer_target, WHOLE_LABELS),
         ("Marian, padded encoder", hf("MarianMTModel", **SEQ2SEQ), padded, None),
         ("Whisper", hf("WhisperForConditionalGeneration", **WHISPER), speech,
          {"input_features": {"batch": 0, "seq": 2}, **WHOLE_LABELS}),
