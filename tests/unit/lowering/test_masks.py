@@ -160,9 +160,14 @@ def test_masks_of_values_without_gradient(plan: Plan) -> None:
     assert distance <= 1, worst
 
 
+@pytest.mark.parametrize("plan", FEW, ids=plans.name)
+def test_biases_of_activations_pass_their_gradient_on(plan: Plan) -> None:
+    mask = {"learned": lambda m, q, g: q[:, :1, :, :1].mT + places(q)[0].to(q.dtype) * 0}
+    distance, worst = run(mask, plan)
+    assert distance <= 1, worst
+
+
 REFUSED: dict[str, tuple[MaskFn, str]] = {
-    "bias with a gradient": (
-        lambda m, q, g: q[:, :1, :, :1].mT + places(q)[0].to(q.dtype) * 0, "SC303"),
     "random": (lambda m, q, g: torch.rand(q.shape[2], q.shape[2]) > 0.2, "SC308"),
     "dropped": (
         lambda m, q, g: nn.functional.dropout(causal(q).to(q.dtype), 0.5), "SC913"),
