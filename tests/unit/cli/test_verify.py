@@ -32,7 +32,7 @@ def test_equal_plans_exit_0(run) -> None:
 def test_different_ones_exit_1_and_name_the_operation(run, monkeypatch) -> None:
     monkeypatch.setattr(ops.AllReduce, "bind", lambda self, rank: lambda x: x.clone())
     code, out, _ = run(
-        "verify", "megatron_sp_2", "--model", M0, "--seq-len", "16", "--batch", "1", "--json"
+        "verify", "ring_2", "--model", M0, "--seq-len", "16", "--batch", "1", "--json"
     )
     assert code == 1
     found = json.loads(out)
