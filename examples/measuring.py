@@ -93,15 +93,12 @@ def sent_bytes(model: nn.Module, batch: int, length: int) -> list[Sent]:
     """What the counter of this rank holds after one step on [batch, length], by purpose."""
     compiled = seqcomp.of(model)
     attentions = {item.where: item for item in compiled.programs[-1].facts.attentions}
-    parameters = dict(model.named_parameters())
 
     counted: dict[tuple[str, str], int] = defaultdict(int)
     for row in compiled.context.traffic.rows():
         purpose = row.label
         if row.label in attentions:
             purpose = f"attention, {row.phase}"
-        elif row.label in parameters:
-            purpose = "parameter gradients"
         counted[purpose, f"{row.kind} over {row.axis}"] += row.bytes_sent
 
     formula: dict[tuple[str, str], int] = defaultdict(int)
@@ -112,9 +109,9 @@ def sent_bytes(model: nn.Module, batch: int, length: int) -> list[Sent]:
         for step in layer_steps(compiled.resolved, shape, where):
             formula[f"attention, {step.phase}", f"{step.kind} over {step.axis}"] += step.bytes_sent
     world = dist.get_world_size()
-    reduced = sum(p.numel() * p.element_size() for p in parameters.values())
+    reduced = sum(p.numel() * p.element_size() for p in model.parameters())
     for purpose, how in counted:
-        if purpose == "parameter gradients":
+        if purpose == "gradients":
             formula[purpose, how] = 2 * (world - 1) * reduced // world
     keys = sorted({*counted, *formula})
     return [Sent(*key, counted[key], formula.get(key)) for key in keys]

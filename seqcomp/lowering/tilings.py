@@ -58,8 +58,9 @@ def _tiling(
         assert isinstance(have, Spec)
         given.append(made.get(node, have, want, before))
     total = made.size(length, before)
-    # What another operation wanted in the same form may have been made further down.
-    before = _after(graph, [*nodes, *given])
+    # What another operation wanted in the same form, a length too, may have been made further down.
+    made_here = [*given, total] if isinstance(total, Node) else given
+    before = _after(graph, [*nodes, *made_here])
     with graph.inserting_before(before):
         tiling = graph.call_function(op, (total, *given))
     computed = [n for n in nodes if n.op != "placeholder"]
