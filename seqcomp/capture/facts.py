@@ -101,7 +101,9 @@ def example_call(module: torch.nn.Module, length: int = 32, batch: int = 2) -> d
             ]
         )
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    return {name: torch.empty((batch, length), dtype=torch.long, device=device)}
+    # A decoder beside an encoder has tokens of its own, though its signature gives them a default.
+    names = [name, *(n for n in ("decoder_input_ids",) if n in parameters)]
+    return {n: torch.empty((batch, length), dtype=torch.long, device=device) for n in names}
 
 
 def makes_cache(module: torch.nn.Module, forward: Callable[..., Any] | None = None) -> bool:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from seqcomp.layout.tiles import Tile, TileTask
 
-SMALLEST_EDGE, LARGEST_EDGE = 128, 1024
-"""Rows of one tile along the lower edge of a band, whose corner no kernel knows."""
+SMALLEST_EDGE = 128
+"""Rows of one tile along the lower edge of a band, at least."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,22 @@ class Limits:
     high: int | None = None
 
 
-def split_band(limits: Limits, q: range, k: range, edge: int | None = None) -> list[TileTask]:
+def split_band(
+    limits: Limits, q: range, k: range, *, parts: int = 1, smallest: int = SMALLEST_EDGE
+) -> list[TileTask]:
     """Disjoint tasks that cover exactly the visible pairs of two ascending ranges.
 
-    edge: rows of a tile along the lower edge; about half of the band's width unless given.
+    parts: tiles along the lower edge have the band's width over this as rows, at least `smallest`.
     """
     if not len(q) or not len(k):
         return []
     if q.step != k.step:
-        return _split_unequal(limits, q, k, edge or SMALLEST_EDGE)
+        return _split_unequal(limits, q, k, smallest)
     down, up = _diagonals(limits, q, k)
     first, last = max(0, -up), min(len(q), len(k) - down)
     if down > up or first >= last:
         return []
-    rows = edge or min(LARGEST_EDGE, max(SMALLEST_EDGE, (up - down + 1) // 2))
+    rows = max(smallest, (up - down + 1) // parts)
     # Rows from `saturated` on see up to the last key, those before `opened` from the first one.
     saturated = len(k) - up if up < len(k) - 1 else 0
     opened = 1 - down
@@ -93,11 +95,13 @@ def _upper_edge(start: int, stop: int, left: int, up: int | None, keys: int) -> 
 
 
 def _both_edges(start: int, stop: int, down: int, up: int | None, keys: int) -> list[TileTask]:
-    """Rows that see the keys from the diagonal `down` on; the corner at the left is partial."""
+    """Rows that see the keys from the diagonal `down` on."""
     common = stop - 1 + down  # the first key that all of these rows see
     if up is not None and common > start + up:
         return _task(start, stop, start + down, stop + up, Tile.PARTIAL)
-    corner = _task(start, stop - 1, start + down, common, Tile.PARTIAL)
+    # The last row sees no key before `common`; a triangle of one is a square.
+    kind = Tile.ANTICAUSAL if stop - start > 2 else Tile.FULL
+    corner = _task(start, stop - 1, start + down, common, kind)
     return corner + _upper_edge(start, stop, common, up, keys)
 
 

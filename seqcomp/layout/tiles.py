@@ -17,6 +17,8 @@ class Tile(enum.Enum):
     FULL = "full"
     CAUSAL = "causal"
     """Square; local query a sees exactly the local keys b <= a (a kernel's ``is_causal``)."""
+    ANTICAUSAL = "anticausal"
+    """Square; local query a sees exactly the local keys b >= a: causal from the last to the first."""
     PARTIAL = "partial"
 
 
@@ -34,7 +36,8 @@ class TileTask:
     def area(self) -> int:
         """Pairs that a kernel computes; a PARTIAL tile computes its whole rectangle."""
         rows, columns = self.q_stop - self.q_start, self.k_stop - self.k_start
-        return rows * (rows + 1) // 2 if self.kind is Tile.CAUSAL else rows * columns
+        triangle = self.kind in (Tile.CAUSAL, Tile.ANTICAUSAL)
+        return rows * (rows + 1) // 2 if triangle else rows * columns
 
     def moved(self, q: int, k: int) -> TileTask:
         """The same tile, q queries and k keys further."""

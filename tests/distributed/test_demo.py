@@ -41,9 +41,7 @@ def test_four_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     assert error is not None
     assert float(error[1]) < 1e-5
 
-    rows = re.findall(
-        r"^ +(attention, \w+|gradients) .* (\S+) +(\S+) *$", done.stdout, re.M
-    )
+    rows = re.findall(r"^ +(attention, \w+|gradients) .* (\S+) +(\S+) *$", done.stdout, re.M)
     assert len(rows) == 5
     for purpose, counted, formula in rows:
         assert counted == formula, purpose

@@ -218,6 +218,10 @@ def _forward_tile(
     if task.kind is Tile.PARTIAL:
         mask = ring.mask(task, source)
         return ring.masked.forward(q, k, v, causal=False, scale=ring.scale, mask=mask)
+    if task.kind is Tile.ANTICAUSAL:
+        q, k, v = (_reversed(x) for x in (q, k, v))
+        found = ring.kernel.forward(q, k, v, causal=True, scale=ring.scale)
+        return _reversed(found[0]), _reversed(found[1])
     return ring.kernel.forward(q, k, v, causal=task.kind is Tile.CAUSAL, scale=ring.scale)
 
 
@@ -236,11 +240,23 @@ def _backward_tile(
             dout, q, k, v, out, lse, causal=False, scale=ring.scale, mask=mask
         )
     else:
-        causal = task.kind is Tile.CAUSAL
-        grads = ring.kernel.backward(dout, q, k, v, out, lse, causal=causal, scale=ring.scale)
+        grads = _without_mask(ring, task, (dout, q, k, v, out, lse))
     dq, dk, dv = grads
     wide = accumulator_dtype(q.dtype)
     return dq, summed_heads(dk, ring.uses, wide), summed_heads(dv, ring.uses, wide)
+
+
+def _without_mask(ring: Ring, task: TileTask, tensors: tuple[Tensor, ...]) -> Grads:
+    if task.kind is Tile.ANTICAUSAL:
+        tensors = tuple(_reversed(x) for x in tensors)
+        dq, dk, dv = ring.kernel.backward(*tensors, causal=True, scale=ring.scale)
+        return _reversed(dq), _reversed(dk), _reversed(dv)
+    return ring.kernel.backward(*tensors, causal=task.kind is Tile.CAUSAL, scale=ring.scale)
+
+
+def _reversed(x: Tensor) -> Tensor:
+    """The tokens of [B,H,n,...] from the last to the first."""
+    return x.flip(2)
 
 
 def _keys(ring: Ring, task: TileTask, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from seqcomp.runtime.attention.pair_bounds import bounds
 from seqcomp.runtime.attention.pair_mask import PairMask
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
+CPU_PARTS = 8  # its flash kernel takes twice as long for a pair of a triangle as of a rectangle
 LONGEST_MASK = 4096  # keys of one tile that needs a mask: what is evaluated stays O(tile)
 
 
@@ -67,7 +68,8 @@ class StaticTiling(Tiling):
         if (rank, source) not in self._known:
             keys = self._ranges(source)
             keys = keys if self.real is None else before(keys, self.real)
-            self._known[rank, source] = tiles(self.rule, self._ranges(rank), keys)
+            parts = CPU_PARTS if self.device.type == "cpu" else 1
+            self._known[rank, source] = tiles(self.rule, self._ranges(rank), keys, parts=parts)
         return self._known[rank, source]
 
     def travel(self) -> Travel | None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqcomp.layout.bands import LARGEST_EDGE, Limits, band_area, keys_in_band, split_band
+from seqcomp.layout.bands import SMALLEST_EDGE, Limits, band_area, keys_in_band, split_band
 from seqcomp.layout.intervals import visible_area, work
 from seqcomp.layout.masks import Band, Causal, Tile, tiles
 from seqcomp.layout.sequence import SequenceLayout
@@ -28,12 +28,18 @@ def seen(found: Limits, q: int, k: int) -> bool:
 
 
 @settings(max_examples=500)
-@given(limits(), ascending_ranges(), ascending_ranges(), st.sampled_from([1, 2, 3, None]))
-def test_any_two_ranges(band: Limits, q: range, k: range, edge: int | None) -> None:
+@given(
+    limits(),
+    ascending_ranges(),
+    ascending_ranges(),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 5]),
+)
+def test_any_two_ranges(band: Limits, q: range, k: range, edge: int, parts: int) -> None:
     """Whatever the rows of a tile: the tiles, the number of pairs and the keys are those of all
     pairs tried one by one."""
     pairs = [(a, b) for a in range(len(q)) for b in range(len(k)) if seen(band, q[a], k[b])]
-    tasks = split_band(band, q, k, edge)
+    tasks = split_band(band, q, k, smallest=edge, parts=parts)
 
     class Rule(Band):
         def visible(self, i: int, j: int) -> bool:
@@ -70,24 +76,25 @@ def test_all_ring_ranks_cover_the_square_once(case, low: int | None, high: int) 
     assert sum(work(mask, layout, length)) == total
 
 
+@pytest.mark.parametrize("parts", [1, 8])
 @pytest.mark.parametrize("window", [1, 100, 128, 500, 4096])
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-def test_few_tiles_that_waste_little(kind: str, window: int) -> None:
-    """O(length / window) tiles; a window of many tokens computes at most a third too much, of which
-    a corner is half, and no tile's mask is larger than 2**20 pairs."""
+def test_few_tiles_that_waste_nothing(kind: str, window: int, parts: int) -> None:
+    """O(length / rows) tiles; only a band narrower than a tile computes more than what is seen."""
     layout, length, mask = SequenceLayout(kind, 4), 1 << 15, Band(0, window - 1)
     computed = visible = 0
     for i, j in itertools.product(range(4), repeat=2):
         q, k = layout.ring_ranges(length, i), layout.ring_ranges(length, j)
-        tasks = tiles(mask, q, k)
-        assert len(tasks) <= 3 * (length // 4 // 128 + 2)
+        tasks = tiles(mask, q, k, parts=parts)
+        local = window // 4 if kind == "striped" else window
+        assert len(tasks) <= 3 * (length // 4 // max(SMALLEST_EDGE, local // parts) + 4)
         masked = [t.area for t in tasks if t.kind is Tile.PARTIAL]
-        assert max(masked, default=0) <= LARGEST_EDGE**2
+        assert max(masked, default=0) <= 2 * SMALLEST_EDGE**2
         computed += sum(t.area for t in tasks)
         visible += visible_area(mask, q, k)
     assert visible == window * (window + 1) // 2 + (length - window) * window
-    if window >= (2000 if kind == "striped" else 500):
-        assert computed <= 1.34 * visible
+    if window >= SMALLEST_EDGE * (4 if kind == "striped" else 1):
+        assert computed == visible
 
 
 def test_a_window_wider_than_the_sequence_is_causal() -> None:

@@ -13,6 +13,7 @@ from seqcomp.layout.masks import Causal, Full, Mask, Tile, TileTask, classify, t
 from seqcomp.layout.sequence import SequenceLayout, merge_adjacent, slice_ranges
 
 KINDS = ("contiguous", "zigzag", "striped")
+TRIANGLES = (Tile.CAUSAL, Tile.ANTICAUSAL)
 
 
 @st.composite
@@ -117,6 +118,9 @@ def covered(mask: Mask, tasks: tuple[TileTask, ...], q: list[int], k: list[int])
             elif task.kind is Tile.CAUSAL:
                 if b - task.k_start <= a - task.q_start:
                     yield a, b
+            elif task.kind is Tile.ANTICAUSAL:
+                if b - task.k_start >= a - task.q_start:
+                    yield a, b
             elif mask.visible(q[a], k[b]):
                 yield a, b
 
@@ -127,7 +131,7 @@ def assert_exact_cover(mask, q_ranges, k_ranges):
     tasks = tiles(mask, q_ranges, k_ranges)
     assert sorted(covered(mask, tasks, q, k)) == wanted
     assert all(task.kind is not Tile.EMPTY and task.area for task in tasks)
-    assert all(t.q_stop - t.q_start == t.k_stop - t.k_start for t in tasks if t.kind is Tile.CAUSAL)
+    assert all(t.q_stop - t.q_start == t.k_stop - t.k_start for t in tasks if t.kind in TRIANGLES)
     assert visible_area(mask, q_ranges, k_ranges) == len(wanted)
     return tasks
 

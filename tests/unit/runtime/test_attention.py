@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from seqcomp.layout.bands import SMALLEST_EDGE
 from seqcomp.layout.intervals import work
-from seqcomp.layout.masks import Causal
+from seqcomp.layout.masks import Band, Causal, Tile, tiles
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime.attention import AttentionPlan, attention, kernels, ring
 from seqcomp.runtime.threads import run_ranks
@@ -75,13 +76,31 @@ def test_causal_with_offset_and_rows_that_see_nothing(offset):
     run_ranks(fn, case.sizes)
 
 
+@pytest.mark.parametrize("window", [130, 257, 300])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_window_of_triangles_and_no_masks(layout, window):
+    """Both edges of a window wider than a tile are triangles that a causal kernel computes."""
+    for sizes in ({"ring": 2}, {"ulysses": 2}, {"ring": 2, "ulysses": 2}):
+        case = Case(sizes, layout, length=1024, batch=1, rule=Band(0, window - 1))
+        assert worst(case) < 1e-10, case
+        ring_of = case.plan.layout
+        kinds = {
+            task.kind
+            for i, j in itertools.product(range(case.ring), repeat=2)
+            for task in tiles(case.mask, ring_of.ring_ranges(1024, i), ring_of.ring_ranges(1024, j))
+        }
+        assert Tile.ANTICAUSAL in kinds
+        if window // (case.ring if layout == "striped" else 1) > SMALLEST_EDGE:
+            assert Tile.PARTIAL not in kinds
+
+
 class Scattered(Causal):
     """A mask that no kernel knows: causal, and only keys of the query's parity."""
 
     def visible(self, q: Any, k: Any) -> Any:
         return super().visible(q, k) & ((q + k) % 2 == 0) & (q != 0)
 
-    def split(self, q, k):
+    def split(self, q, k, parts=1):
         return [ring.TileTask(0, len(q), 0, len(k), ring.Tile.PARTIAL)]
 
 
