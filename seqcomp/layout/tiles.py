@@ -18,7 +18,7 @@ class Tile(enum.Enum):
     CAUSAL = "causal"
     """Square; local query a sees exactly the local keys b <= a (a kernel's ``is_causal``)."""
     ANTICAUSAL = "anticausal"
-    """Square; local query a sees exactly the local keys b >= a: causal from the last to the first."""
+    """Square; local query a sees exactly the local keys b >= a, as causal seen from the end."""
     PARTIAL = "partial"
 
 
