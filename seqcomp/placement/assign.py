@@ -39,6 +39,7 @@ from seqcomp.placement.rule import (
 from seqcomp.placement.spec import Dim, Factor, Spec, replicated
 from seqcomp.placement.special import SPECIAL_RULES
 from seqcomp.placement.uneven import evened
+from seqcomp.placement.units import UNIT_RULES
 from seqcomp.placement.views import VIEW_RULES
 
 
@@ -222,7 +223,7 @@ def _cut(dim: Dim, size: object, axes: tuple[str, ...]) -> Dim | None:
 
 def _rule_for(node: Node) -> Rule | None:
     name = op_name(node)
-    for table in (SPECIAL_RULES, VIEW_RULES, CONTRACT_RULES):
+    for table in (UNIT_RULES, SPECIAL_RULES, VIEW_RULES, CONTRACT_RULES):
         if name in table:
             return table[name]
     if is_pointwise(node):
