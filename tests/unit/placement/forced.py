@@ -335,7 +335,9 @@ def run_rank(context: RankContext, cases: Sequence[Case], capture: Capture, mesh
 ) -> list[Outcome]:  # fmt: skip
     places = list(itertools.product(*(range(n) for n in mesh.sizes.values())))
     place = dict(zip(mesh.sizes, places[context.rank], strict=True))
-    binding = ops.RankBinding(context, mesh.view.sequence, mesh.layout, "ring", "ulysses")
+    binding = ops.RankBinding(
+        context, mesh.view.sequence, mesh.layout, "ring", "ulysses", torch.nn.Module()
+    )
     state = dict(module.named_parameters())
     outcomes = []
     for case in cases:
