@@ -29,6 +29,7 @@ def canonicalise(capture: Capture) -> Capture:
     """Runs the passes in order."""
     for step in (
         inline_regions_pass,
+        units_pass,
         drop_asserts_pass,
         filled_buffers_pass,
         functional_pass,
@@ -113,6 +114,15 @@ def inline_regions_pass(capture: Capture) -> None:
             user.replace_all_uses_with(outs[user.args[1]])
             capture.graph.erase_node(user)
         capture.graph.erase_node(node)
+
+
+def units_pass(capture: Capture) -> None:
+    """A module that runs as one unit is a call of that unit on its tensors and parameters."""
+    for node in capture.graph.nodes:
+        if node.op == "call_function" and op_name(node) == "seqcomp.token_local":
+            inputs, parameters, number = node.args[:3]
+            node.target = capture.units.found[number]
+            node.args = (inputs, parameters)
 
 
 def _require_same_autocast(node: Node) -> None:

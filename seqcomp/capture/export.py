@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from seqcomp.capture.call import BATCH, SEQ, Call, InputDims
 from seqcomp.capture.guards import refuse_hidden_gradients, refuse_kept_values
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, Size, expression
+from seqcomp.capture.units import Units, opaque_units
 from seqcomp.diagnostics import PlanError, diagnostic
 
 
@@ -44,6 +45,7 @@ class Capture:
     length: Size | None
     ranges: dict[sympy.Symbol, Any]
     fake_mode: FakeTensorMode
+    units: Units
     checks: list[sympy.Basic] = field(default_factory=list)
     read: set[str] = field(default_factory=set)  # buffers whose values are baked in
 
@@ -81,9 +83,11 @@ def export_call(
     data_degree: int,
     where: str,
     symbolic: bool = True,
+    is_unit: Callable[[str], bool] = lambda path: False,
 ) -> Capture:
     """Captures `call` with the batch of all data ranks, for any sizes where `symbolic`.
 
+    `is_unit(path)`: modules that are one operation of the graph, besides those that are known.
     Raises PlanError SC301 with the cause when torch.export cannot capture the module.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -98,6 +102,7 @@ def export_call(
             _named_keywords(module, kwargs),
             _quiet(),
             refuse_hidden_gradients(module),
+            opaque_units(module, is_unit) as units,
             torch.autograd.graph.saved_tensors_hooks(_same, _same),
         ):
             exported = torch.export.export(
@@ -123,7 +128,7 @@ def export_call(
                 )
             ]
         ) from error
-    return _capture(exported, dims, fake_mode)
+    return _capture(exported, dims, fake_mode, units)
 
 
 @contextlib.contextmanager
@@ -213,6 +218,7 @@ def _capture(
     exported: torch.export.ExportedProgram,
     dims: Sequence[InputDims | None],
     fake_mode: FakeTensorMode,
+    units: Units,
 ) -> Capture:
     signature = exported.graph_signature
     mutated = [
@@ -289,6 +295,7 @@ def _capture(
         length=length,
         ranges=ranges,
         fake_mode=_mode_of(graph) or fake_mode,
+        units=units,
     )
 
 

@@ -32,12 +32,14 @@ def refuse_hidden_gradients(root: torch.nn.Module) -> Iterator[None]:
         given = sys._getframe(1).f_locals
         values = (given.get("args"), given.get("kwargs"))
         if threading.get_ident() == here and _differentiates(values):
+            where = _running(paths)
             raise _error(
-                _running(paths),
+                where,
                 f"autograd.Function {given['cls'].__qualname__}",
                 "operations that autograd differentiates itself",
                 "write the forward with plain operations (torch.utils.checkpoint: "
-                "use_reentrant=False)",
+                "use_reentrant=False); where the module treats each token alone, run it as it is: "
+                f"overrides: [{{match: {where!r}, token_local: true}}]",
             )
         return question(setup_context)
 

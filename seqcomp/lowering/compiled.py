@@ -332,6 +332,7 @@ class CompiledModule:
             layout=program.layout,
             ring_axis=self._resolved.ring_axis,
             ulysses_axis=self._resolved.ulysses_axis,
+            module=self._module,
         )
 
     def _weights(self) -> str:

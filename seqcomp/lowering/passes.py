@@ -248,6 +248,15 @@ def _vocabulary_loss(
     node.args, node.kwargs = node.args[:2], {}
 
 
+def _unit(
+    graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
+) -> None:
+    """The module's own code, on this rank's tokens."""
+    assert isinstance(decision.out, tuple)
+    axes = tuple(tuple(spec.axes_of(i) for i in range(len(spec.dims))) for spec in decision.out)
+    node.target = ops.TokenLocal(node.target, axes)
+
+
 def _unchanged(
     graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
 ) -> None:
@@ -259,6 +268,7 @@ _LOCAL_FORMS = {
     "mean": _mean,
     "attention": _attention,
     "create": _unchanged,
+    "unit": _unit,
     "heads": _heads,
     "column": _column,
     "vocabulary": _vocabulary,

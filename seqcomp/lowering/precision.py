@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 
 from seqcomp.capture.recognise import AttentionInfo
+from seqcomp.lowering import ops
 
 
 def computing_dtype(graph: torch.fx.Graph, parameters: Collection[str]) -> torch.dtype:
@@ -24,6 +25,8 @@ def computing_dtype(graph: torch.fx.Graph, parameters: Collection[str]) -> torch
         depends.add(node)
         value = node.meta.get("val")
         dtypes = [value.dtype] if isinstance(value, torch.Tensor) else []
+        if isinstance(node.target, ops.TokenLocal) and node.target.unit.dtype is not None:
+            dtypes.append(node.target.unit.dtype)
         info = node.meta.get("attention")
         if isinstance(info, AttentionInfo) and info.dtype is not None:
             dtypes.append(info.dtype)  # one device rounds here, the compiled module may not

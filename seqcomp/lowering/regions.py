@@ -25,7 +25,9 @@ def region_graph(graph: torch.fx.Graph) -> nx.DiGraph[int]:
         if node.op != "call_function":
             continue
         members.add_node(node)
-        if isinstance(node.target, ops.Op) and not isinstance(node.target, ops.Constant):
+        if isinstance(node.target, ops.Op) and not isinstance(
+            node.target, ops.Constant | ops.TokenLocal
+        ):
             moves.add(node)
     for node in members.nodes:
         if node in moves:

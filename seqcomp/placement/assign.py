@@ -22,6 +22,7 @@ from seqcomp.capture.kinds import VIEWS, is_pointwise
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, evaluate
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.placement.contract import CONTRACT_RULES
+from seqcomp.placement.counts import COUNT_RULES
 from seqcomp.placement.dimwise import DIMWISE_RULES
 from seqcomp.placement.megatron import TensorPlan, plan_tensor_axis, split_row_biases
 from seqcomp.placement.memo import DecisionMemo
@@ -39,6 +40,7 @@ from seqcomp.placement.rule import (
 from seqcomp.placement.spec import Dim, Factor, Spec, replicated
 from seqcomp.placement.special import SPECIAL_RULES
 from seqcomp.placement.uneven import evened
+from seqcomp.placement.units import UNIT_RULES
 from seqcomp.placement.views import VIEW_RULES
 
 
@@ -222,7 +224,7 @@ def _cut(dim: Dim, size: object, axes: tuple[str, ...]) -> Dim | None:
 
 def _rule_for(node: Node) -> Rule | None:
     name = op_name(node)
-    for table in (SPECIAL_RULES, VIEW_RULES, CONTRACT_RULES):
+    for table in (UNIT_RULES, SPECIAL_RULES, COUNT_RULES, VIEW_RULES, CONTRACT_RULES):
         if name in table:
             return table[name]
     if is_pointwise(node):

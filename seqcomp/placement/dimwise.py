@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -25,7 +26,7 @@ from seqcomp.placement.rule import (
     tensor_args,
     unsharded,
 )
-from seqcomp.placement.spec import Dim, Spec, whole
+from seqcomp.placement.spec import Dim, Factor, Spec, merged, whole
 
 
 def _dims(value: Any, ndim: int) -> list[int]:
@@ -154,7 +155,7 @@ def split_rule(node: Node, env: Env) -> Decision:
 
 
 def cat_rule(node: Node, env: Env) -> Decision | None:
-    """cat and stack: the joined dim must be whole, the others agree."""
+    """cat and stack: the others agree; the joined dim is whole, or of parts that are cut alike."""
     name, operands = op_name(node), list(node.args[0])
     ndim = len(env.shape(node))
     dim = argument(node, 1, "dim", 0) % ndim
@@ -168,12 +169,28 @@ def cat_rule(node: Node, env: Env) -> Decision | None:
         return None
     shape = env.shape(node)
     wants, dims = align(list(dict.fromkeys(operands)), shape, env)
+    parts = _parts_alike(operands, dim, dims, env)
+    if parts:  # ranks join their own parts, one after the other
+        joined = {n: summed(s).with_dim(dim, parts) for n, s in wants.items()}
+        count = Factor(sympy.Integer(len(operands)))
+        return Decision(joined, Spec((*dims[:dim], merged((count, *parts)), *dims[dim + 1 :])))
     # align leaves dims of other sizes whole, which the joined dim always is.
     joined = {n: unsharded(s, [dim]) for n, s in wants.items()}
     gave_up = any(env.spec(n).axes_of(dim) for n in operands)
     out_dims = (*dims[:dim], whole(shape[dim]), *dims[dim + 1 :])
     reason = "parts are joined along a sharded dim" if gave_up else ""
     return Decision(joined, Spec(out_dims), gathered=reason)
+
+
+def _parts_alike(operands: Sequence[Node], dim: int, dims: Sequence[Dim], env: Env) -> Dim:
+    """How operands of one size are cut along the dim that joins them; () where they are not."""
+    used = {a for i, d in enumerate(dims) if i != dim for f in d for a in f.axes}
+    cuts = [env.spec(n).dims[dim] for n in operands]
+    lead = max(cuts, key=lambda d: sum(len(f.axes) for f in d))
+    axes = {a for f in lead for a in f.axes}
+    sizes = {env.shape(n)[dim] for n in operands}
+    alike = len(sizes) == 1 and axes and not axes & used and not env.mesh.is_uneven(lead)
+    return lead if alike else ()
 
 
 def pad_rule(node: Node, env: Env) -> Decision:

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import argument, op_name
 from seqcomp.placement.rule import Decision, Env, Rule, gather_all, tensor_args
-from seqcomp.placement.spec import Dim, Factor, Spec, regroup, whole
+from seqcomp.placement.spec import Dim, Factor, Spec, merged, regroup, whole
 
 
 def reshape_rule(node: Node, env: Env) -> Decision:
@@ -102,36 +102,46 @@ def _shape_givers(node: Node, out: Spec) -> dict[Node, Spec]:
     return {n: out for n in tensor_args(node) if n is not node.args[0]}
 
 
-def repeat_rule(node: Node, env: Env) -> Decision | None:
-    """repeat and tile: a repeated dim must be whole."""
+def repeat_rule(node: Node, env: Env) -> Decision:
+    """repeat and tile: copies of all of a dim follow each other, (copies, dim)."""
     source, repeats = node.args[0], list(node.args[1])
-    spec, shape = env.spec(source), env.shape(node)
-    missing = len(shape) - len(spec.dims)
+    want, shape = env.spec(source), env.shape(node)
+    missing = len(shape) - len(want.dims)
     repeats = [1] * (len(shape) - len(repeats)) + repeats
-    want, dims = spec, []
-    for i in range(len(shape)):
-        at = i - missing
-        if at >= 0 and repeats[i] == 1:
-            dims.append(i)
-        elif at >= 0:
-            want = want.without(want.axes_of(at))
-    out = tuple(
-        want.dims[i - missing] if i in dims else whole(size) for i, size in enumerate(shape)
-    )
-    reason = "a sharded dim is repeated" if want != spec else ""
-    return Decision({source: want}, Spec(out, spec.partial), gathered=reason)
+    dims: list[Dim] = [whole(size) for size in shape[:missing]]
+    reason = ""
+    for i, times in enumerate(repeats[missing:]):
+        copied = times != 1
+        if copied and not _can_copy(times, want.dims[i], env):
+            want, reason = want.without(want.axes_of(i)), "a sharded dim is repeated"
+        if copied and not want.axes_of(i):
+            dims.append(whole(shape[missing + i]))
+        else:
+            copies = (Factor(sympy.Integer(times)),) if copied else ()
+            dims.append(merged((*copies, *want.dims[i])))
+    return Decision({source: want}, Spec(tuple(dims), want.partial), gathered=reason)
 
 
 def repeat_interleave_rule(node: Node, env: Env) -> Decision | None:
-    source = node.args[0]
-    dim = argument(node, 2, "dim")
-    if not isinstance(node.args[1], int) or dim is None:
+    """The copies of each element follow it, (dim, copies): they stay with their token."""
+    source, times = node.args[:2]
+    ndim = len(env.shape(source))
+    dim = argument(node, 2, "dim", 0 if ndim == 1 else None)
+    if not isinstance(times, int) or dim is None:
         return None
-    spec, dim = env.spec(source), dim % len(env.shape(source))
-    want = spec.without(spec.axes_of(dim))
-    out = want.with_dim(dim, whole(env.shape(node)[dim]))
-    reason = "a sharded dim is repeated" if want != spec else ""
+    want, dim = env.spec(source), dim % ndim
+    size, reason = env.shape(node)[dim], ""
+    sized = argument(node, 3, "output_size") is not None
+    if want.axes_of(dim) and (sized or not _can_copy(times, want.dims[dim], env)):
+        want, reason = want.without(want.axes_of(dim)), "a sharded dim is repeated"
+    copies: Dim = (*want.dims[dim], Factor(sympy.Integer(times)))
+    out = want.with_dim(dim, merged(copies) if want.axes_of(dim) else whole(size))
     return Decision({source: want}, out, gathered=reason)
+
+
+def _can_copy(times: object, dim: Dim, env: Env) -> bool:
+    """Whether ranks may copy their own parts: a known number of times, of parts of equal size."""
+    return isinstance(times, int) and times > 0 and not env.mesh.is_uneven(dim)
 
 
 def view_as_complex_rule(node: Node, env: Env) -> Decision:

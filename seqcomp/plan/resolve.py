@@ -12,7 +12,7 @@ from seqcomp.plan.axes import fsdp_axes_of
 from seqcomp.plan.facts import ModelFacts
 from seqcomp.plan.frozenmap import FrozenMap
 from seqcomp.plan.legality import length_factor
-from seqcomp.plan.match import covers
+from seqcomp.plan.match import covers, matches
 from seqcomp.plan.rules import check_plan
 from seqcomp.plan.schema import (
     Checks,
@@ -122,6 +122,10 @@ class ResolvedPlan:
     def is_gathered(self, module_path: str) -> bool:
         """Whether the module at (or around) ``module_path`` runs on the gathered sequence."""
         return any(o.gather and covers(o.match, module_path) for o in self.plan.overrides)
+
+    def is_token_local(self, module_path: str) -> bool:
+        """Whether the module at ``module_path`` itself runs as one unit on the local tokens."""
+        return any(o.token_local and matches(o.match, module_path) for o in self.plan.overrides)
 
     def input_spec(self, name: str) -> InputSpec | None:
         """What the plan says about an input; None where it is to be inferred."""

@@ -27,21 +27,12 @@ def _option(section: str, key: str, default: object) -> Callable[[Plan], list[Pa
     return places
 
 
-def _override(key: str) -> Callable[[Plan], list[Path]]:
-    return lambda plan: [
-        ("overrides", index, key)
-        for index, override in enumerate(plan.overrides)
-        if getattr(override, key)
-    ]
-
-
 # (code, a function that gives the places where a plan uses the part)
 NOT_AVAILABLE: tuple[tuple[str, Callable[[Plan], list[Path]]], ...] = (
     ("SC901", _strategy("fsdp")),
     ("SC905", _option("memory", "checkpoint", "none")),
     ("SC906", _option("memory", "loss_chunks", 1)),
     ("SC907", _option("memory", "offload", "none")),
-    ("SC908", _override("token_local")),
     ("SC910", _option("data", "gradients", "sum")),
     ("SC911", _option("fsdp", "mixed_precision", "none")),
     ("SC912", _option("fsdp", "offload", "none")),

@@ -121,7 +121,7 @@ def _imitate(
     fake: FakeTensorMode,
     program: Program,
 ) -> Any:
-    computed = _computed(node, op, args, fake)
+    computed = _computed(node, op, args, fake, degrees)
     if computed is not None:
         return computed
     degree = 1
@@ -155,7 +155,9 @@ def _imitate(
     return args[0].view_as(args[0])
 
 
-def _computed(node: Node, op: ops.Op, args: Any, fake: FakeTensorMode) -> Any:
+def _computed(
+    node: Node, op: ops.Op, args: Any, fake: FakeTensorMode, degrees: Mapping[str, int]
+) -> Any:
     """What operations that compute give; None for the others."""
     match op:
         case ops.Constant():
@@ -179,6 +181,18 @@ def _computed(node: Node, op: ops.Op, args: Any, fake: FakeTensorMode) -> Any:
         case ops.VocabularyLoss():
             logits = args[0].sum(op.classes if args[0].dim() > 1 else 0)
             return logits.sum() if op.reduce else logits
+        case ops.TokenLocal():
+            inputs, parameters = args
+            wanted = torch.is_grad_enabled() and any(
+                x.requires_grad for x in (*inputs, *parameters)
+            )
+            shapes = op.shapes([x.shape for x in inputs], degrees)
+            return [
+                inputs[0]
+                .new_empty(shape, dtype=dtype)
+                .requires_grad_(wanted and dtype.is_floating_point)
+                for shape, dtype in zip(shapes, op.unit.results.dtypes, strict=True)
+            ]
         case ops.OwnHeads():
             return args[0].narrow(1, 0, 1)
     return None

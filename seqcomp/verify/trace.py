@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from seqcomp.api import of
+from seqcomp.capture.units import Unit
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import Traced
 from seqcomp.lowering.ops import Place
@@ -89,7 +91,12 @@ def trace_rank(
     share = Share(*data, compiled.token_index().cpu())
     trace = Trace()
     leaves = run_graph(
-        program.flat, _given(snapshot, model, call.leaves), trace, snapshot.parameters, binding
+        program.flat,
+        _given(snapshot, model, call.leaves),
+        trace,
+        snapshot.parameters,
+        binding,
+        model,
     )
     _backward(
         leaves,
@@ -113,7 +120,12 @@ def trace_whole(
     assert snapshot is not None
     model = seeded(model_fn)
     results = run_graph(
-        snapshot.graph, _given(snapshot, model, leaves), trace, snapshot.parameters, None
+        snapshot.graph,
+        _given(snapshot, model, leaves),
+        trace,
+        snapshot.parameters,
+        None,
+        model,
     )
     outputs = _backward(
         results, program, order, lambda n, x: projection(tuple(x.shape), order.index(n))
@@ -136,8 +148,10 @@ def run_graph(
     trace: Trace,
     parameters: frozenset[str],
     rank: ops.RankBinding | None,
+    root: nn.Module,
 ) -> tuple[Any, ...]:
-    """Executes a graph node by node. `given`: what each placeholder stands for."""
+    """Executes a graph node by node. `given`: what each placeholder stands for; `root`: the model
+    whose units run."""
     values: dict[torch.fx.Node, Any] = {}
     bound: dict[ops.Op, Callable[..., Any]] = {}
     for node in graph.nodes:
@@ -150,6 +164,8 @@ def run_graph(
             if isinstance(target, ops.Op):
                 assert rank is not None
                 target = bound.setdefault(target, target.bind(rank))
+            elif isinstance(target, Unit):
+                target = functools.partial(target.run, root)
             args, kwargs = (map_arg(item, values.__getitem__) for item in (node.args, node.kwargs))
             value = target(*args, **kwargs)
         # A parameter's gradient is its own; it must stay the leaf that the model owns.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ class Entry:
     """A row: `make()` builds the module in the default dtype, `call(model)` its arguments.
 
     kind: the heading that it stands under. inputs: the plan's entries for arguments whose
-    dims cannot be told from their sizes.
+    dims cannot be told from their sizes. overrides: the plan's, where the row is about them.
+    dtype: what it is compared in.
     """
 
     name: str
@@ -35,6 +36,8 @@ class Entry:
     make: Callable[[], nn.Module]
     call: Callable[[], Inputs]
     inputs: Mapping[str, Any] | None = None
+    overrides: Sequence[Mapping[str, Any]] = ()
+    dtype: torch.dtype = torch.float64
 
 
 def hf(architecture: str, attention: str | None = None, **config: Any) -> Callable[..., nn.Module]:
@@ -53,7 +56,7 @@ def hf(architecture: str, attention: str | None = None, **config: Any) -> Callab
 
 
 def built(entry: Entry) -> nn.Module:
-    """The entry's model in fp64 and eval mode, no weight symmetric, attention not uniform."""
+    """The entry's model in its dtype and eval mode, no weight symmetric, attention not uniform."""
     with default_dtype(torch.float64):
         model = entry.make().double()
     generator = torch.Generator().manual_seed(1)
@@ -62,7 +65,7 @@ def built(entry: Entry) -> nn.Module:
             draw = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             scale = 1 / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 0.1
             parameter.add_(draw * scale)
-    return model.eval()
+    return model.to(entry.dtype).eval()
 
 
 def drawn(*shape: int, seed: int = 3) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from tests.zoo.entry import GROUPED, SMALL, VOCAB, Entry, Inputs, hf, ids, labelled, packed, padded
 
 GPT2 = {
@@ -86,6 +88,9 @@ DECODERS = (
     _decoder("GPT-BigCode", hf("GPTBigCodeForCausalLM", **GPT2)),
     _decoder("BLOOM, ALiBi", hf(
         "BloomForCausalLM", vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4)),
+    Entry("BLOOM, ALiBi, token_local activation", "decoder", hf(
+        "BloomForCausalLM", vocab_size=VOCAB, hidden_size=64, n_layer=2, n_head=4), labelled,
+        overrides=({"match": "**.gelu_impl", "token_local": True},)),
     _decoder("MPT, ALiBi", hf(
         "MptForCausalLM", vocab_size=VOCAB, d_model=64, n_layers=2, n_heads=4)),
     _decoder("Falcon", hf(
@@ -115,23 +120,35 @@ DECODERS = (
         rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3]}), mrope),
 )  # fmt: skip
 
-# transformers' grouped products, its default, have no fp64 kernel.
+# transformers' grouped products, its default, have no fp64 kernel on CPU.
+EXPERTS_ROWS = (
+    ("Mixtral", hf("MixtralForCausalLM", **GROUPED, num_local_experts=4)),
+    ("Qwen3-MoE", hf("Qwen3MoeForCausalLM", **GROUPED, **EXPERTS, num_experts=4, head_dim=16)),
+    ("OLMoE", hf("OlmoeForCausalLM", **GROUPED, num_experts=4, num_experts_per_tok=2)),
+    ("DeepSeek-V3, latent attention", hf(
+        "DeepseekV3ForCausalLM", **LATENT, **EXPERTS, n_routed_experts=4, n_group=1,
+        topk_group=1, first_k_dense_replace=1)),
+    ("gpt-oss, sinks, window", hf(
+        "GptOssForCausalLM", "eager", **GROUPED, head_dim=16, sliding_window=8,
+        num_local_experts=4, num_experts_per_tok=2)),
+)  # fmt: skip
+BALANCED = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+balanced = hf("MixtralForCausalLM", **GROUPED, **BALANCED, experts_implementation="eager")
 MIXTURES = tuple(
-    Entry(name, "mixture of experts", partial(make, experts_implementation="batched_mm"), labelled)
-    for name, make in (
-        ("Mixtral", hf("MixtralForCausalLM", **GROUPED, num_local_experts=4)),
-        ("Qwen3-MoE", hf("Qwen3MoeForCausalLM", **GROUPED, **EXPERTS, num_experts=4, head_dim=16)),
-        ("OLMoE", hf("OlmoeForCausalLM", **GROUPED, num_experts=4, num_experts_per_tok=2)),
-        ("DeepSeek-V3, latent attention", hf(
-            "DeepseekV3ForCausalLM", **LATENT, **EXPERTS, n_routed_experts=4, n_group=1,
-            topk_group=1, first_k_dense_replace=1)),
-        ("gpt-oss, sinks, window", hf(
-            "GptOssForCausalLM", "eager", **GROUPED, head_dim=16, sliding_window=8,
-            num_local_experts=4, num_experts_per_tok=2)),
+    Entry(name, "mixture of experts", make, call, dtype=dtype)
+    for name, make, call, dtype in (
+        *((name, make, labelled, torch.float32) for name, make in EXPERTS_ROWS),
+        *(
+            (f"{name}, batched_mm", partial(make, experts_implementation="batched_mm"), labelled,
+             torch.float64)
+            for name, make in EXPERTS_ROWS
+        ),
+        ("Mixtral, eager experts, balance loss", balanced, labelled, torch.float64),
+        ("Mixtral, eager experts, balance loss, padded right", balanced, right, torch.float64),
         ("Llama 4 text, chunked", hf(
             "Llama4ForCausalLM", **GROUPED, head_dim=16, intermediate_size_mlp=96,
             num_local_experts=4, num_experts_per_tok=1, attention_chunk_size=8,
-            interleave_moe_layer_step=2)),
+            interleave_moe_layer_step=2), labelled, torch.float64),
     )
 )  # fmt: skip
 

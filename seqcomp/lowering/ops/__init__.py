@@ -18,6 +18,7 @@ from seqcomp.lowering.ops.compute import (
     MaskTiling,
     OwnHeads,
     Remember,
+    TokenLocal,
     VocabularyEmbedding,
     VocabularyLoss,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "Remember",
     "Shard",
     "SumGradient",
+    "TokenLocal",
     "VocabularyEmbedding",
     "VocabularyLoss",
 ]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime.comm import RankContext
 
@@ -21,6 +23,7 @@ class RankBinding:
     layout: SequenceLayout
     ring_axis: str | None
     ulysses_axis: str | None
+    module: nn.Module  # the root whose units run
 
     def layout_over(self, axes: tuple[str, ...]) -> SequenceLayout | None:
         """The layout in which these axes deal out tokens; None is the plain even split.

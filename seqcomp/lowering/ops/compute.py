@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from seqcomp.capture.units import Unit
 from seqcomp.layout.masks import Mask
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.lowering.ops.base import Op, RankBinding
@@ -196,6 +198,45 @@ class OwnHeads(Op):
 
     def axes_used(self) -> tuple[str, ...]:
         return self.axes
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLocal(Op):
+    """A module's own code on this rank's tokens; `axes` divide each dim of each result."""
+
+    unit: Unit
+    axes: tuple[tuple[tuple[str, ...], ...], ...]
+    __name__ = "token_local"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        module, sizes = rank.module, rank.context.sizes
+
+        def token_local(inputs: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+            results = self.unit.run(module, inputs, parameters)
+            wanted = self.shapes([x.shape for x in inputs], sizes)
+            if [tuple(x.shape) for x in results] != wanted:
+                found = [tuple(x.shape) for x in results]
+                raise RuntimeError(
+                    f"{self.unit.path} made {found} of a rank's tokens, not {wanted}: "
+                    "it does not treat each token alone"
+                )
+            return results
+
+        return token_local
+
+    def shapes(
+        self, inputs: Sequence[Sequence[int]], degrees: Mapping[str, int]
+    ) -> list[tuple[int, ...]]:
+        """Local shapes of the results for local shapes of the inputs."""
+        return [
+            tuple(
+                size.value // math.prod(degrees[a] for a in axes)
+                if size.source is None
+                else size.of(inputs)
+                for size, axes in zip(sizes, cut, strict=True)
+            )
+            for sizes, cut in zip(self.unit.outputs, self.axes, strict=True)
+        ]
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,12 +25,14 @@ def capture_of(
     *args: Any,
     given: Callable[[str], Any] = lambda name: None,
     data_degree: int = 1,
+    is_unit: Callable[[str], bool] = lambda path: False,
     **kwargs: Any,
 ) -> Capture:
     """The capture of one call, as exported."""
     call = call_of(module, *args, **kwargs)
     dims = classify_inputs(call, given)
-    return export_call(module, call, dims, data_degree=data_degree, where=type(module).__name__)
+    where = type(module).__name__
+    return export_call(module, call, dims, data_degree=data_degree, where=where, is_unit=is_unit)
 
 
 def run(capture: Capture, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

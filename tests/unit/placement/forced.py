@@ -119,7 +119,8 @@ DATA_RING = Mesh(
     MeshView({"data": 2, "ring": 2}, ("ring",), ("data",)), SequenceLayout("zigzag", 2, 1)
 )
 USP = Mesh(
-    MeshView({"ring": 2, "ulysses": 3}, ("ring", "ulysses"), ()), SequenceLayout("striped", 2, 3)
+    MeshView({"ring": 2, "ulysses": 3}, ("ring", "ulysses", torch.nn.Module()), ()),
+    SequenceLayout("striped", 2, 3),
 )
 
 # S is not a multiple of these: 12 tokens are padded to 20 and 16.
@@ -334,7 +335,9 @@ def run_rank(context: RankContext, cases: Sequence[Case], capture: Capture, mesh
 ) -> list[Outcome]:  # fmt: skip
     places = list(itertools.product(*(range(n) for n in mesh.sizes.values())))
     place = dict(zip(mesh.sizes, places[context.rank], strict=True))
-    binding = ops.RankBinding(context, mesh.view.sequence, mesh.layout, "ring", "ulysses")
+    binding = ops.RankBinding(
+        context, mesh.view.sequence, mesh.layout, "ring", "ulysses", torch.nn.Module()
+    )
     state = dict(module.named_parameters())
     outcomes = []
     for case in cases:

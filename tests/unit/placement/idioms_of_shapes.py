@@ -70,6 +70,8 @@ SHAPING: dict[str, Idiom] = {
     "cat features": lambda a: torch.cat([a.x, a.y], -1),
     "cat tokens": lambda a: torch.cat([a.x, a.y], 1),
     "cat batch": lambda a: torch.cat([a.x, a.y], 0),
+    "cat flat tokens": lambda a: torch.cat([a.x.flatten(0, 1), a.y.flatten(0, 1)]),
+    "cat flat tokens, summed": lambda a: torch.cat([a.z.flatten(), a.z.flatten() * 2]).sum(),
     "cat itself": lambda a: torch.cat([a.x, a.x], -1),
     "cat rotated": lambda a: torch.cat([-a.x[..., 3:], a.x[..., :3]], -1) * a.t,
     "cat shifted": lambda a: torch.cat([a.ids[:, 1:], torch.full_like(a.ids[:, :1], -100)], 1),
@@ -92,6 +94,13 @@ SHAPING: dict[str, Idiom] = {
     "scatter_add": lambda a: torch.zeros_like(a.x).scatter_add(
         -1, a.ids[:, :, None], a.z[:, :, None]
     ),
+    "scatter_add of flat tokens": lambda a: torch.zeros(D, dtype=torch.float64).scatter_add(
+        0, a.ids.flatten(), a.z.flatten()
+    ),
+    "scatter_add per sample": lambda a: a.c.new_zeros(a.c.shape).scatter_add(1, a.ids, a.z),
+    "scatter_add onto values": lambda a: a.v.scatter_add(0, a.ids.flatten(), a.z.flatten()),
+    "histc": lambda a: torch.histc(a.ids.double(), D, 0, D),
+    "histc of what is there": lambda a: torch.histc(a.z.detach(), 4),
     "scatter_add tokens": lambda a: torch.zeros_like(a.z).scatter_add(1, a.ids, a.z),
     "index_select": lambda a: a.x.index_select(-1, torch.tensor([0, 2])),
     "index_select tokens": lambda a: a.x.index_select(1, torch.tensor([0, 2])),

@@ -87,6 +87,13 @@ VIEWS: dict[str, Idiom] = {
     "unflatten tokens": lambda a: a.x.flatten(0, 1).unflatten(0, (-1, a.x.shape[1])),
     "repeat": lambda a: a.x.repeat(1, 1, 2),
     "repeat tokens": lambda a: a.x.repeat(1, 2, 1),
+    "repeat flat tokens": lambda a: a.x.flatten(0, 1).repeat(2, 1),
+    "tokens of each expert": lambda a: a.x.flatten(0, 1).repeat(2, 1).view(2, -1, D) * a.v,
+    "repeat_interleave flat tokens": lambda a: a.x.flatten(0, 1).repeat_interleave(2, dim=0),
+    "copies of each token": lambda a: (
+        a.x.flatten(0, 1).repeat_interleave(2, dim=0).view(-1, 2, D).sum(1)
+    ),
+    "repeat_interleave flags": lambda a: a.z.flatten().repeat_interleave(3),
     "repeat batch": lambda a: a.z.repeat(3, 1, 1),
     "tile": lambda a: a.v.tile(2),
     "repeat_interleave": lambda a: a.h.repeat_interleave(2, dim=1),

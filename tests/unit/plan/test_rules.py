@@ -231,8 +231,6 @@ def test_inputs() -> None:
         ("SC905", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {checkpoint: block}\n"),
         ("SC906", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {loss_chunks: 2}\n"),
         ("SC907", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {offload: cpu}\n"),
-        ("SC908", ("mesh: {r: 2}\nstrategies: {ring: {axis: r}}\n"
-                   "overrides: [{match: a, token_local: true}]\n")),
         ("SC910", "mesh: {data: 2}\nstrategies: {data: {gradients: mean}}\n"),
         ("SC911", "mesh: {data: 2}\nstrategies: {fsdp: {mixed_precision: bf16}}\n"),
         ("SC912", "mesh: {data: 2}\nstrategies: {fsdp: {offload: cpu}}\n"),

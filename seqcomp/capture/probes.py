@@ -1,0 +1,254 @@
+"""What a module returns for how many tokens, found by calling it on a few.
+
+A unit is not traced, so its outputs are found honestly: its own code runs on small real tensors of
+several token counts, and each size that it returns is one that it was given, or a constant. What
+would make ranks differ (random numbers, changed buffers or arguments) shows at the same time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from seqcomp.diagnostics import PlanError, diagnostic
+
+_SMALL = (2, 6)  # values that sizes of the call take first; one more of each tells them apart
+
+
+@dataclass(frozen=True)
+class Size:
+    """A size of a result: the product of dims start..stop of an input; or, of none, a constant."""
+
+    value: int
+    source: int | None = None
+    start: int = 0
+    stop: int = 0
+
+    def of(self, shapes: Sequence[Sequence[Any]]) -> Any:
+        """The size for inputs of these shapes."""
+        if self.source is None:
+            return self.value
+        return math.prod(shapes[self.source][self.start : self.stop])
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What a call returned: tensors by dtype and shape, their container and its other leaves."""
+
+    spec: pytree.TreeSpec
+    others: tuple[Any, ...]  # leaves, None where a tensor goes
+    places: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype | None
+
+    def rebuilt(self, tensors: Sequence[Any]) -> Any:
+        """The module's own output with other tensors."""
+        leaves = list(self.others)
+        for at, tensor in zip(self.places, tensors, strict=True):
+            leaves[at] = tensor
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Calls a module on real tensors while a capture runs.
+
+    `parameters` are the module's own, `call` its forward, `like` the captured arguments.
+    """
+
+    path: str
+    module: nn.Module
+    parameters: Mapping[str, Tensor]
+    call: Callable[[Sequence[Tensor]], Any]
+    like: Sequence[Tensor]
+
+    def at(self, shapes: Sequence[Sequence[int]]) -> Probed:
+        """What it returns for arguments of these shapes: ones, or zeros where they are integers.
+
+        Raises PlanError SC313 (it fails, or returns what is not a tensor), SC307 (it changes a
+        buffer or an argument), SC308 (it draws random numbers).
+        """
+        with _outside_of_the_capture():
+            inputs = [_stand_in(x, shape) for x, shape in zip(self.like, shapes, strict=True)]
+            device = inputs[0].device
+            buffers = {
+                name: torch.zeros_like(b, device=device) if b.is_meta else b.detach().clone()
+                for name, b in self.module.named_buffers(remove_duplicate=False)
+            }
+            own = {name: _real(p, device) for name, p in self.parameters.items()}
+            versions = {name: b._version for name, b in buffers.items()}
+            watch = _Watch()
+            with _reparametrize_module(self.module, {**own, **buffers}):
+                try:
+                    with watch:
+                        out = self.call(inputs)
+                except Exception as error:
+                    found = f"it fails on {_described(inputs)}: {type(error).__name__}: {error}"
+                    raise self._refused("SC313", found) from error
+                now = dict(self.module.named_buffers(remove_duplicate=False))
+            for name, b in buffers.items():
+                if now.get(name) is not b or b._version != versions[name]:
+                    raise self._refused("SC307", f"it changes its buffer {name}")
+            if any(x._version for x in inputs):
+                raise self._refused("SC307", "it changes its arguments in place")
+            if watch.random:
+                raise self._refused("SC308", f"it draws random numbers: {watch.random}")
+            return self._probed(out, watch.coarsest)
+
+    def _probed(self, out: Any, coarsest: torch.dtype | None) -> Probed:
+        leaves, spec = pytree.tree_flatten(out)
+        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        others = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
+        if any(not isinstance(x, type(None) | bool | int | float | str) for x in others):
+            raise self._refused("SC313", f"it returns {[type(x).__name__ for x in others]}")
+        tensors = [leaves[i] for i in places]
+        if not tensors:
+            raise self._refused("SC313", "it returns no tensor")
+        return Probed(
+            spec,
+            others,
+            places,
+            tuple(x.dtype for x in tensors),
+            tuple(tuple(x.shape) for x in tensors),
+            coarsest,
+        )
+
+    def _refused(self, code: str, found: str) -> PlanError:
+        return PlanError(
+            [
+                diagnostic(
+                    code,
+                    where=self.path,
+                    found=found,
+                    legal="a module that computes tensors of each token alone, and keeps nothing",
+                    help="mark another module with token_local: true, or none",
+                )
+            ]
+        )
+
+    def untold(self, found: str) -> PlanError:
+        """SC313, for what several calls do not agree on."""
+        return self._refused("SC313", found)
+
+
+def output_sizes(
+    probe: Probe, inputs: Sequence[Tensor]
+) -> tuple[Probed, tuple[tuple[Size, ...], ...]]:
+    """What the module returns, and every size of it by the sizes of `inputs` (fake tensors).
+
+    Raises PlanError as `Probe.at`, and SC313 for a size that is none of those given.
+    """
+    known = sorted({s for x in inputs for s in _symbols(x)}, key=str)
+    first = {symbol: _SMALL[i % 2] + 4 * (i // 2) for i, symbol in enumerate(known)}
+    trials = [first, *({**first, symbol: first[symbol] + 1} for symbol in known)]
+    given = [[_shape_at(x, trial, probe) for x in inputs] for trial in trials]
+    results = [probe.at(shapes) for shapes in given]
+    alike = {(r.spec, r.others, r.dtypes, tuple(map(len, r.shapes))) for r in map(_key, results)}
+    if len(alike) > 1:
+        raise probe.untold("what it returns depends on how many tokens there are")
+    outputs = []
+    for index, shape in enumerate(results[0].shapes):
+        sizes = [
+            _size([r.shapes[index][dim] for r in results], given, probe)
+            for dim in range(len(shape))
+        ]
+        outputs.append(tuple(sizes))
+    return results[0], tuple(outputs)
+
+
+def _key(result: Probed) -> Any:
+    return _Alike(str(result.spec), result.others, result.dtypes, result.shapes)
+
+
+@dataclass(frozen=True)
+class _Alike:
+    spec: str
+    others: tuple[Any, ...]
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def _size(seen: Sequence[int], given: Sequence[Sequence[Sequence[int]]], probe: Probe) -> Size:
+    if len(set(seen)) == 1:
+        return Size(seen[0])
+    for source, shape in enumerate(given[0]):
+        for start, stop in itertools.combinations(range(len(shape) + 1), 2):
+            size = Size(seen[0], source, start, stop)
+            if [size.of(shapes) for shapes in given] == list(seen):
+                return size
+    raise probe.untold(f"it returns {seen[0]} rows for arguments {list(map(list, given[0]))}")
+
+
+def _symbols(x: Tensor) -> Iterator[sympy.Symbol]:
+    for size in x.shape:
+        if isinstance(size, torch.SymInt):
+            yield from size.node.expr.free_symbols
+
+
+def _shape_at(x: Tensor, trial: Mapping[sympy.Symbol, int], probe: Probe) -> list[int]:
+    shape = []
+    for size in x.shape:
+        value = size.node.expr.subs(trial) if isinstance(size, torch.SymInt) else size
+        if value != int(value):
+            raise probe.untold(f"an argument with a dim of {size}")
+        shape.append(int(value))
+    return shape
+
+
+def _stand_in(like: Tensor, shape: Sequence[int]) -> Tensor:
+    device = "cpu" if like.device.type == "meta" else like.device
+    make = torch.ones if like.dtype.is_floating_point else torch.zeros
+    return make(tuple(shape), dtype=like.dtype, device=device)
+
+
+def _real(parameter: Tensor, device: torch.device) -> Tensor:
+    """The parameter, or one number in its shape where it holds none."""
+    if not parameter.is_meta:
+        return parameter.detach()
+    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
+def _described(inputs: Sequence[Tensor]) -> str:
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in inputs)
+
+
+class _Watch(TorchDispatchMode):
+    """The coarsest floating dtype, and the first operation that draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarsest: torch.dtype | None = None
+        self.random = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and not self.random:
+            self.random = str(func)
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point:
+                seen = [leaf.dtype, *([self.coarsest] if self.coarsest else [])]
+                self.coarsest = max(seen, key=lambda d: torch.finfo(d).eps)
+        return out
+
+
+@contextmanager
+def _outside_of_the_capture() -> Iterator[None]:
+    with (
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+    ):
+        yield

@@ -1,0 +1,130 @@
+"""Modules that run as one unit on the tokens of a rank: everything they take and give is cut alike.
+
+The user vouches that such a module treats each token alone, so any share of the tokens will do;
+what must hold is that its arguments share them out in the same way, and that its results have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch.fx import Node
+
+from seqcomp.capture.sizes import Size, evaluate, product
+from seqcomp.capture.units import Unit
+from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.placement.rule import Decision, Env, Rule, outputs_of, summed
+from seqcomp.placement.spec import Dim, Factor, Spec, merged, replicated, whole
+
+
+def unit_rule(node: Node, env: Env) -> Decision:
+    """(inputs, parameters) of a unit: inputs cut by tokens alike, parameters whole.
+
+    Raises PlanError SC314 where no input, or not every output, has the tokens.
+    """
+    unit: Unit = node.target
+    inputs, parameters = node.args
+    cut = {n: env.inner_tokens(_tokens_alone(summed(env.spec(n)), env)) for n in inputs}
+    lead = max(cut.values(), key=lambda spec: len(spec.axes))
+    axes = set(lead.axes)
+    shared_by = env.mesh.sequence or env.mesh.batch
+    if shared_by and not axes & set(shared_by):
+        raise _refused(unit, "no argument that has the tokens, shared out over the ranks")
+    wants = {n: replicated(env.shape(n)) for n in parameters}
+    for item, spec in cut.items():
+        wants[item] = spec if set(spec.axes) == axes else _as_lead(item, lead, unit, env)
+    outs = []
+    for index, shape in enumerate(outputs_of(node, env)):
+        out = Spec(_like(shape, lead, env))
+        if set(out.axes) != axes:
+            raise _refused(unit, f"result {index} of shape {list(shape)} has no dim of tokens")
+        outs.append(out)
+    _check_local(unit, env, [wants[n] for n in inputs], outs)
+    lost = any(set(env.spec(n).axes) - set(wants[n].axes) for n in inputs)
+    reason = "a module that takes whole tokens" if lost else ""
+    return Decision(wants, tuple(outs), form="unit", gathered=reason)
+
+
+def _is_token(factor: Factor, env: Env) -> bool:
+    return factor.size in (env.capture.batch, env.capture.length)
+
+
+def _tokens_alone(spec: Spec, env: Env) -> Spec:
+    """The spec with features whole."""
+    return replace(
+        spec,
+        dims=tuple(
+            merged(tuple(f if _is_token(f, env) else Factor(f.size) for f in dim))
+            for dim in spec.dims
+        ),
+    )
+
+
+def _as_lead(item: Node, lead: Spec, unit: Unit, env: Env) -> Spec:
+    """An argument that is not cut as the others are: cut like them, or without tokens."""
+    shape = env.shape(item)
+    spec = Spec(_like(shape, lead, env))
+    if set(spec.axes) == set(lead.axes):
+        return spec
+    if spec.axes or any(size.free_symbols or size == env.capture.length for size in shape):
+        raise _refused(unit, f"an argument of shape {list(shape)} has its tokens elsewhere")
+    return replicated(shape)
+
+
+def _like(shape: Sequence[Size], lead: Spec, env: Env) -> tuple[Dim, ...]:
+    """Dims that are tokens of `lead`, one or several in a row, are cut as they are there."""
+    tokens = [f for dim in lead.dims for f in dim if f.axes or _is_token(f, env)]
+    dims: list[Dim] = []
+    for size in shape:
+        runs = [
+            (start, stop)
+            for start in range(len(tokens))
+            for stop in range(len(tokens), start, -1)
+            if product(f.size for f in tokens[start:stop]) == size
+        ]
+        if not runs:
+            dims.append(whole(size))
+            continue
+        start, stop = runs[0]
+        dims.append(merged(tuple(tokens[start:stop])))
+        tokens = tokens[:start] + tokens[stop:]
+    return tuple(dims)
+
+
+def _check_local(unit: Unit, env: Env, given: Sequence[Spec], outs: Sequence[Spec]) -> None:
+    """Where sizes are plain numbers a dim may only look like tokens: tried with a rank's own."""
+    factors = [f for spec in (*given, *outs) for dim in spec.dims for f in dim]
+    if not any(f.axes and f.size.is_Integer for f in factors):
+        return
+    found = env.capture.units.probes[unit].at([_local(spec, env) for spec in given])
+    wanted = tuple(_local(spec, env) for spec in outs)
+    if found.shapes != wanted:
+        raise _refused(unit, f"of a rank's tokens it makes {found.shapes}, not {wanted}")
+
+
+def _local(spec: Spec, env: Env) -> tuple[int, ...]:
+    return tuple(
+        evaluate(spec.size(i), env.capture.hints) // env.mesh.degree(spec.axes_of(i))
+        for i in range(len(spec.dims))
+    )
+
+
+def _refused(unit: Unit, found: str) -> PlanError:
+    return PlanError(
+        [
+            diagnostic(
+                "SC314",
+                where=unit.path,
+                found=found,
+                legal="arguments and results [batch, sequence, ...] or [batch * sequence, ...]",
+                help="mark a module around it or inside it that takes and returns all tokens, "
+                "or use gather: true"
+                if unit.marked
+                else "mark the module around it with token_local: true, or gather: true",
+            )
+        ]
+    )
+
+
+UNIT_RULES: dict[str, Rule] = {"token_local": unit_rule}
