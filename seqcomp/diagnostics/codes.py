@@ -147,6 +147,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Ranks could then run different programs; shapes may depend on input shapes alone."),
     ("SC312", "error", "seqcomp itself failed while compiling",
      "A fault of the compiler, not of the model; no collective was started."),
+    ("SC313", "error", "a recurrence over the sequence cannot be divided",
+     "Each token needs the state after all tokens before it: the module runs on the whole."),
     # --- placement findings ---------------------------------------------------------------
     ("SC401", "warning", "an operation made a gather of the sequence necessary",
      "It mixes the sharded dimension and has no cheaper exact form."),
@@ -162,6 +164,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "No one cut of it suits its uses: work and traffic are divided, its memory is not."),
     ("SC407", "note", "an attention mask is held whole",
      "It is not made of vectors over the tokens: every rank holds all pairs."),
+    ("SC408", "note", "an operation along the sequence runs on its parts",
+     "Neighbouring tokens, totals or single tokens travel instead of the whole sequence."),
     ("SC411", "note", "heads are padded for ulysses",
      "The degree does not divide them: ranks compute heads of zeros, or share KV heads unevenly."),
     ("SC412", "note", "the sequence is padded",

@@ -16,6 +16,7 @@ from seqcomp.capture.export import export_call
 from seqcomp.capture.facts import facts_of
 from seqcomp.capture.recognise import recognise_attention
 from seqcomp.capture.sizes import LENGTH_SYMBOL, SpecialisedSizeError
+from seqcomp.capture.windows import recognise_rows, recognise_windows
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import LoweringContext, run_passes
@@ -110,6 +111,8 @@ def _lowered(
     if symbolic and capture.is_specialised():
         raise SpecialisedSizeError("an assertion of the capture fixes a size")
     attentions = recognise_attention(capture, module)
+    recognise_windows(capture)
+    recognise_rows(capture)
     facts = facts_of(capture, attentions, module)
     paths = [path for path, _ in module.named_modules() if path]
     found = check_plan(

@@ -25,7 +25,7 @@ from seqcomp.strategies.compose import attention_steps
 # Operations over a group that send nothing.
 _SILENT = (
     ops.Shard, ops.OwnCotangent, ops.SumGradient, ops.VocabularyEmbedding, ops.OwnHeads,
-    ops.PadPart, ops.Part, ops.HidePadding,
+    ops.PadPart, ops.Part, ops.HidePadding, ops.TokensAt,
 )  # fmt: skip
 
 
