@@ -73,7 +73,10 @@ def window_rule(node: Node, env: Env) -> Decision:
         "travels": f"{window.written}: each run of tokens gets at most {reach} neighbours over "
         f"{'+'.join(axes)}",
         # A rank's tokens are one run, or two in the zigzag layout.
-        "bytes": 2 * _bytes(x, product((reach, *_others(x, window.dim, env))), env),
+        "bytes": min(
+            2 * _bytes(x, product((reach, *_others(x, window.dim, env))), env),
+            _bytes(x, product(env.shape(x)), env),
+        ),
     }
     return Decision(wants, out, "window", attributes)
 

@@ -30,6 +30,7 @@ from seqcomp.placement.megatron import TensorPlan, plan_tensor_axis, split_row_b
 from seqcomp.placement.memo import DecisionMemo
 from seqcomp.placement.oracle import Oracle
 from seqcomp.placement.pointwise import pointwise_rule
+from seqcomp.placement.recurrence import refuse_recurrences
 from seqcomp.placement.rule import (
     Decision,
     Env,
@@ -99,6 +100,7 @@ def assign(
                 env.findings.extend(gather_findings(node, decision, env))
             decisions[node] = decision
             env.native[node] = decision.out
+    refuse_recurrences(capture, mesh.sequence, decisions, env.native, whole)
     return Placement(decisions, env.native, env.findings, memo.size, tensor)
 
 

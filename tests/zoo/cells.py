@@ -47,6 +47,8 @@ def decide(cell: Cell) -> str:
     given: dict[str, Any] = dict(PLANS[plan])
     if entry.inputs is not None:
         given["inputs"] = entry.inputs
+    if entry.overrides:
+        given["overrides"] = list(entry.overrides)
     try:
         report = seqcomp.verify(partial(built, entry), given, inputs_fn=entry.call)
     except PlanError as error:

@@ -27,7 +27,7 @@ class Entry:
     """A row: `make()` builds the module in the default dtype, `call(model)` its arguments.
 
     kind: the heading that it stands under. inputs: the plan's entries for arguments whose
-    dims cannot be told from their sizes.
+    dims cannot be told from their sizes. overrides: those of the plan.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Entry:
     make: Callable[[], nn.Module]
     call: Callable[[], Inputs]
     inputs: Mapping[str, Any] | None = None
+    overrides: tuple[Mapping[str, Any], ...] = ()
 
 
 def hf(architecture: str, attention: str | None = None, **config: Any) -> Callable[..., nn.Module]:
