@@ -91,37 +91,6 @@ def recognise_windows(capture: Capture) -> None:
     capture.graph.eliminate_dead_code()
 
 
-def rows_at(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, S, ...], index [B] -> [B, ...]: one token of each row."""
-    return x[torch.arange(x.shape[0], device=x.device), index]
-
-
-def recognise_rows(capture: Capture) -> None:
-    """x[arange(B), index] takes one token of each row, also of a part of the rows."""
-    for node in list(capture.graph.nodes):
-        if node.op != "call_function" or op_name(node) != "aten.index":
-            continue
-        source, indices = node.args[0], list(node.args[1])
-        if len(indices) != 2 or not all(is_tensor(i) for i in indices):
-            continue
-        rows, index = indices
-        start = argument(rows, 0, "start", 0)
-        if (
-            op_name(rows) != "aten.arange"
-            or (start != 0 or argument(rows, 2, "step", 1) != 1)
-            or capture.shape(rows) != capture.shape(source)[:1]
-            or capture.shape(index) != capture.shape(rows)
-            or index.meta["val"].dtype == torch.bool
-        ):
-            continue
-        with capture.graph.inserting_before(node):
-            new = capture.graph.call_function(rows_at, (source, index), name=node.name)
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        capture.graph.erase_node(node)
-    capture.graph.eliminate_dead_code()
-
-
 def _keeps_length(found: _Found, node: Node, capture: Capture) -> bool:
     dim, window = found.window.dim, found.window
     sizes = capture.shape(found.source)[dim], capture.shape(node)[dim]
@@ -236,9 +205,7 @@ def _cat(node: Node, capture: Capture) -> _Found | None:
     return _Found(_shift(start, dim, None, node), first.args[0])
 
 
-def _moved(
-    part: Node, dim: int, before: int, after: int, fill: float, node: Node
-) -> _Found | None:
+def _moved(part: Node, dim: int, before: int, after: int, fill: float, node: Node) -> _Found | None:
     """`part`, one end of a sequence, with as many tokens of `fill` at the other end."""
     cut = _part(part)
     if cut is None or cut[0] != dim or (before and after):
@@ -260,7 +227,7 @@ def _behind_padding(found: _Found, padded: bool) -> _Found:
     window = found.window
     if padding is None or padding[0] != window.dim:
         return found
-    dim, before, _, fill = padding
+    _, before, _, fill = padding
     anything = not padded and (window.fill is None or window.inner is not None)
     if not anything and fill != window.fill:
         return found

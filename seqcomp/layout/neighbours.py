@@ -63,9 +63,7 @@ class Neighbours:
 
 
 @functools.lru_cache(maxsize=64)
-def neighbours(
-    layout: SequenceLayout, length: int, low: int, high: int, wrap: bool
-) -> Neighbours:
+def neighbours(layout: SequenceLayout, length: int, low: int, high: int, wrap: bool) -> Neighbours:
     """The neighbours of all tokens; ``wrap``: the sequence is a circle and has no outside.
 
     Only for layouts in which a rank holds runs of adjacent tokens, which striped ones are not.

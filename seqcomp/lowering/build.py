@@ -15,8 +15,9 @@ from seqcomp.capture.canonical import canonicalise
 from seqcomp.capture.export import export_call
 from seqcomp.capture.facts import facts_of
 from seqcomp.capture.recognise import recognise_attention
+from seqcomp.capture.rows import recognise_rows
 from seqcomp.capture.sizes import LENGTH_SYMBOL, SpecialisedSizeError
-from seqcomp.capture.windows import recognise_rows, recognise_windows
+from seqcomp.capture.windows import recognise_windows
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import LoweringContext, run_passes

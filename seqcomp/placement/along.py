@@ -23,7 +23,7 @@ from seqcomp.placement.dimwise import (
     slice_rule,
 )
 from seqcomp.placement.rule import Decision, Env, Rule, summed, tensor_args, unsharded
-from seqcomp.placement.spec import Dim, Factor, Spec, is_uneven, whole
+from seqcomp.placement.spec import Dim, Spec, is_uneven, whole
 
 
 def token_axes(dim: Dim, env: Env) -> tuple[str, ...]:
@@ -49,10 +49,9 @@ def window_rule(node: Node, env: Env) -> Decision:
     channels = [len(spec.dims) - 2] if window.mixes_channels else []
     wants = {n: Spec(tuple(whole(s) for s in env.shape(n))) for n in tensor_args(node)}
     want = unsharded(spec, channels)
-    if native.axes_of(window.dim):
-        want = env.inner_tokens(want)
-    else:  # tokens that are whole stay so: what comes next may need them whole
-        want = unsharded(want, [window.dim])
+    # Tokens that are whole stay so: what comes next may need them whole.
+    shared = bool(native.axes_of(window.dim))
+    want = env.inner_tokens(want) if shared else unsharded(want, [window.dim])
     axes = token_axes(want.dims[window.dim], env)
     # Padding stands behind the last token: those before it do not see it.
     hides = env.mesh.pads and (window.high > 0 or window.fill is None)

@@ -19,8 +19,8 @@ from seqcomp.capture.call import BATCH
 from seqcomp.capture.edit import is_tensor, module_path, op_name, place_of
 from seqcomp.capture.export import Capture
 from seqcomp.capture.kinds import VIEWS, is_pointwise
-from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, evaluate
-from seqcomp.capture.windows import rows_at
+from seqcomp.capture.rows import rows_at
+from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.placement.along import ALONG_RULES
 from seqcomp.placement.contract import CONTRACT_RULES

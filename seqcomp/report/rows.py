@@ -223,7 +223,7 @@ def _along(
     resolved: ResolvedPlan,
     layout: SequenceLayout,
 ) -> Iterator[CommRow]:
-    """What operations along the sequence send; of neighbours, what the rank that sends most does."""
+    """What operations along the sequence send; of neighbours, what the busiest rank sends."""
     x: Tensor = _operands(node, values)[0]
     dim = op.window.dim if isinstance(op, ops.Windowed) else op.dim
     sequence = tuple(a for a in resolved.sequence_axes if resolved.axes[a] > 1)
@@ -238,9 +238,7 @@ def _along(
         size = row * max(values[node].element_size(), 4)
         most = max(len(dealt.ranges(length, rank)) for rank in range(degree))
         for phase in phases:
-            yield CommRow(
-                op.label, "all_gather", axis, 1, (degree - 1) * most * size, phase, False
-            )
+            yield CommRow(op.label, "all_gather", axis, 1, (degree - 1) * most * size, phase, False)
         return
     window = op.window
     plan = neighbours(dealt, length, window.low, window.high, window.fill is None)

@@ -11,8 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from seqcomp.layout.sequence import SequenceLayout
-
 Lookup = Literal["lookup", "gather", "rows"]
 
 

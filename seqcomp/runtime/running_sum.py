@@ -1,4 +1,4 @@
-"""Running sums over sharded tokens: each rank adds up its own runs, and only their totals travel."""
+"""Running sums over sharded tokens: each rank adds up its own runs, only their totals travel."""
 
 from __future__ import annotations
 
@@ -82,5 +82,5 @@ def _summed(
         for rank, parts in enumerate(owned):
             for index, other in enumerate(parts):
                 if other.start > own.start if backward else other.start < own.start:
-                    within += everyone[rank, index].unsqueeze(dim)
+                    within.add_(everyone[rank, index].unsqueeze(dim))
     return torch.cat(sums, dim).to(x.dtype)

@@ -26,7 +26,11 @@ class Windowed(Op):
     __name__ = "windowed"
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
-        comm, layout, window = rank.context.comm(self.axes), rank.tokens_over(self.axes), self.window
+        comm, layout, window = (
+            rank.context.comm(self.axes),
+            rank.tokens_over(self.axes),
+            self.window,
+        )
 
         def run(x: Tensor, *others: Any) -> Tensor:
             return windowed(
@@ -52,9 +56,7 @@ class RunningSum(Op):
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         comm, layout = rank.context.comm(self.axes), rank.tokens_over(self.axes)
-        return lambda x: running_sum(
-            x, self.dim, comm, layout, dtype=self.dtype, label=self.label
-        )
+        return lambda x: running_sum(x, self.dim, comm, layout, dtype=self.dtype, label=self.label)
 
     def axes_used(self) -> tuple[str, ...]:
         return self.axes
