@@ -15,8 +15,10 @@ from seqcomp.capture.canonical import canonicalise
 from seqcomp.capture.export import export_call
 from seqcomp.capture.facts import facts_of
 from seqcomp.capture.recognise import recognise_attention
+from seqcomp.capture.rows import recognise_rows
 from seqcomp.capture.sizes import LENGTH_SYMBOL, SpecialisedSizeError
 from seqcomp.capture.units import Unit
+from seqcomp.capture.windows import recognise_windows
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import LoweringContext, run_passes
@@ -113,6 +115,8 @@ def _lowered(
     if symbolic and capture.is_specialised():
         raise SpecialisedSizeError("an assertion of the capture fixes a size")
     attentions = recognise_attention(capture, module)
+    recognise_windows(capture)
+    recognise_rows(capture)
     facts = facts_of(capture, attentions, module)
     paths = [path for path, _ in module.named_modules() if path]
     found = check_plan(
@@ -179,7 +183,7 @@ def _dropped_cache(request: Request) -> list[Diagnostic]:
 
 
 def _unit_notes(units: Sequence[Unit], mesh: MeshView) -> Iterator[Diagnostic]:
-    """SC408 for each kind of module that is a unit without the plan's word; SC405 for weights."""
+    """SC409 for each kind of module that is a unit without the plan's word; SC405 for weights."""
     kinds: dict[str, list[str]] = {}
     for unit in units:
         if not unit.marked:
@@ -195,7 +199,7 @@ def _unit_notes(units: Sequence[Unit], mesh: MeshView) -> Iterator[Diagnostic]:
             )
     for kind, paths in kinds.items():
         yield diagnostic(
-            "SC408",
+            "SC409",
             where=paths[0],
             found=f"{len(paths)} x {kind}, known to treat each token alone",
             legal="token_local: true in an override, for modules that are not known",

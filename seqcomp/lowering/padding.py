@@ -55,6 +55,8 @@ def padding_in(node: Node, decision: Decision, context: LoweringContext) -> Plac
         _check_whole_tokens(node, spec, context)
     found: Places = {}
     for operand, want in decision.wants.items():
+        if decision.form == "tokens":
+            continue  # of real tokens alone
         if decision.form == "create" or (op_name(node) in _CASTS and operand is not node.args[0]):
             continue
         if op_name(node) == "attention" and operand not in node.args[:3]:

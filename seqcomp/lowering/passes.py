@@ -13,6 +13,7 @@ from seqcomp.capture.recognise import AttentionInfo
 from seqcomp.capture.sizes import evaluate
 from seqcomp.diagnostics import diagnostic
 from seqcomp.lowering import ops
+from seqcomp.lowering.along import running_sum_form, tokens_form, window_form
 from seqcomp.lowering.context import Graph, LoweringContext, Pass, Traced
 from seqcomp.lowering.gradients import sum_gradients_pass
 from seqcomp.lowering.hoist import hoist_shards_pass
@@ -273,6 +274,9 @@ _LOCAL_FORMS = {
     "column": _column,
     "vocabulary": _vocabulary,
     "vocabulary_loss": _vocabulary_loss,
+    "window": window_form,
+    "running_sum": running_sum_form,
+    "tokens": tokens_form,
 }
 
 

@@ -43,6 +43,9 @@ def mesh_view(resolved: ResolvedPlan) -> MeshView:
         batch=tuple(a for a in resolved.batch_axes if a in degrees),
         tensor=resolved.tensor_axis if resolved.tensor_axis in degrees else None,
         pads=resolved.plan.padding == "pad" and any(a in degrees for a in resolved.sequence_axes),
+        striped=resolved.ring_axis
+        if resolved.layout_for(None, True).kind == "striped" and resolved.ring_axis in degrees
+        else None,
     )
 
 

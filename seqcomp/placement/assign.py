@@ -19,15 +19,19 @@ from seqcomp.capture.call import BATCH
 from seqcomp.capture.edit import is_tensor, module_path, op_name, place_of
 from seqcomp.capture.export import Capture
 from seqcomp.capture.kinds import VIEWS, is_pointwise
-from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, evaluate
+from seqcomp.capture.rows import rows_at
+from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
+from seqcomp.placement.along import ALONG_RULES
 from seqcomp.placement.contract import CONTRACT_RULES
 from seqcomp.placement.counts import COUNT_RULES
 from seqcomp.placement.dimwise import DIMWISE_RULES
+from seqcomp.placement.findings import gather_findings, travel_finding
 from seqcomp.placement.megatron import TensorPlan, plan_tensor_axis, split_row_biases
 from seqcomp.placement.memo import DecisionMemo
 from seqcomp.placement.oracle import Oracle
 from seqcomp.placement.pointwise import pointwise_rule
+from seqcomp.placement.recurrence import refuse_recurrences
 from seqcomp.placement.rule import (
     Decision,
     Env,
@@ -92,10 +96,13 @@ def assign(
                 continue
             decision = memo.get(node, decide)
             _check(node, decision, env)
+            if "travels" in decision.attributes:
+                env.findings.append(travel_finding(node, decision))
             if decision.gathered:
-                env.findings.extend(_gather_finding(node, decision, env))
+                env.findings.extend(gather_findings(node, decision, env))
             decisions[node] = decision
             env.native[node] = decision.out
+    refuse_recurrences(capture, mesh.sequence, decisions, env.native, whole)
     return Placement(decisions, env.native, env.findings, memo.size, tensor)
 
 
@@ -224,7 +231,8 @@ def _cut(dim: Dim, size: object, axes: tuple[str, ...]) -> Dim | None:
 
 def _rule_for(node: Node) -> Rule | None:
     name = op_name(node)
-    for table in (UNIT_RULES, SPECIAL_RULES, COUNT_RULES, VIEW_RULES, CONTRACT_RULES):
+    tables = (UNIT_RULES, SPECIAL_RULES, COUNT_RULES, VIEW_RULES, CONTRACT_RULES, ALONG_RULES)
+    for table in tables:
         if name in table:
             return table[name]
     if is_pointwise(node):
@@ -236,6 +244,8 @@ def _require_known(node: Node) -> None:
     """Gathering makes any pure function exact; what is not known to be pure is refused."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims"):
+        return
+    if target is rows_at:
         return
     raise PlanError(
         [
@@ -264,29 +274,3 @@ def _check(node: Node, decision: Decision, env: Env) -> None:
         assert len(axes) == len(set(axes)), f"{node.format_node()}: axis used twice in {spec}"
     missing = [n for n in tensor_args(node) if n not in decision.wants]
     assert not missing, f"{node.format_node()}: no placement asked of {missing}"
-
-
-def _gather_finding(node: Node, decision: Decision, env: Env) -> list[Diagnostic]:
-    findings = []
-    for operand, want in decision.wants.items():
-        native = env.native[operand]
-        if not isinstance(native, Spec):
-            continue
-        lost = [a for a in native.axes if a not in want.axes]
-        if not lost:
-            continue
-        size = operand.meta["val"].element_size()
-        for extent in env.shape(operand):
-            size *= evaluate(extent, env.capture.hints)
-        degree = env.mesh.degree(lost)
-        findings.append(
-            diagnostic(
-                "SC401",
-                where=place_of(node),
-                found=f"{decision.gathered}: {operand.name} gathered over {'+'.join(lost)}, "
-                f"{size * (degree - 1) // degree} bytes received per rank at this size",
-                legal="operations that act on each token alone, or sums and means over tokens",
-                help="exact as it is; move the operation out of the sharded part to save it",
-            )
-        )
-    return findings

@@ -16,6 +16,7 @@ from torch.fx import Node
 from seqcomp.capture.edit import is_tensor, module_path, op_name
 from seqcomp.capture.export import Capture
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, Size, evaluate, product
+from seqcomp.capture.windows import Window
 from seqcomp.diagnostics import Diagnostic, diagnostic
 from seqcomp.layout.masks import Causal
 from seqcomp.placement.rule import Decision, MeshView
@@ -144,7 +145,7 @@ def _flops(node: Node, capture: Capture) -> Size | None:
         return work / 2 if isinstance(node.meta["attention"].mask, Causal) else work
     if name in _NORMS:
         return _PER_ELEMENT_OF_A_NORM * out
-    if name in _CONVOLUTIONS:
+    if name in _CONVOLUTIONS or (isinstance(node.target, Window) and node.target.mixes_channels):
         weight = capture.shape(node.args[1])
         return 2 * out * product(weight[1:])
     return None

@@ -25,6 +25,7 @@ class MeshView:
     batch: tuple[str, ...]
     tensor: str | None = None  # the innermost sequence axis, of megatron_sp
     pads: bool = False  # whether lengths that do not divide are padded
+    striped: str | None = None  # the axis over which neighbouring tokens are on different ranks
 
     def without_sequence(self) -> MeshView:
         """The mesh as a module sees it that runs on the whole sequence."""

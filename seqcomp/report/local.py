@@ -17,6 +17,7 @@ from seqcomp.capture.edit import op_name
 from seqcomp.layout.parts import part_size
 from seqcomp.lowering import ops
 from seqcomp.lowering.program import Program
+from seqcomp.runtime.picked import tokens_at
 from seqcomp.runtime.uneven import pad_to
 
 _MATMULS = ("aten.linear", "aten.matmul", "aten.mm", "aten.addmm", "aten.bmm")
@@ -195,4 +196,12 @@ def _computed(
             ]
         case ops.OwnHeads():
             return args[0].narrow(1, 0, 1)
+        case ops.Windowed():
+            return op.window(*args)
+        case ops.RunningSum():
+            return args[0].cumsum(op.dim, dtype=op.dtype)
+        case ops.TokensAt():
+            x, index, length = args
+            index = torch.tensor(index) if isinstance(index, list) else index
+            return tokens_at(x, op.dim, index, length, (range(x.shape[op.dim]),), op.how)
     return None

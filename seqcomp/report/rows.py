@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from seqcomp.capture.facts import mask_name
 from seqcomp.capture.recognise import AttentionInfo
+from seqcomp.layout.neighbours import neighbours
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.layout.travel import travel_of
 from seqcomp.lowering import ops
@@ -25,7 +26,7 @@ from seqcomp.strategies.compose import attention_steps
 # Operations over a group that send nothing.
 _SILENT = (
     ops.Shard, ops.OwnCotangent, ops.SumGradient, ops.VocabularyEmbedding, ops.OwnHeads,
-    ops.PadPart, ops.Part, ops.HidePadding,
+    ops.PadPart, ops.Part, ops.HidePadding, ops.TokensAt,
 )  # fmt: skip
 
 
@@ -36,8 +37,8 @@ class CommRow:
     `module` is the path of the module that needs the value, "gradients" for the sums of those of
     parameters, or the name of an input or output. `axis` joins the mesh axes of the group with "+".
     `bytes_sent` is logical payload in bytes, the rank's own part excluded (an all-reduce counts
-    as reduce-scatter and all-gather). Where `at_most`, a mask decides call by call how much of
-    that is needed, and no more is sent.
+    as reduce-scatter and all-gather). Where `at_most`, a mask decides call by call, or the rank's
+    place in the sequence, how much of that is needed, and no more is sent.
     """
 
     module: str
@@ -89,6 +90,8 @@ def comm_rows(
             if isinstance(node.target, ops.Attention):
                 layout = program.layout
                 found.extend(_attention(node, node.target, values, resolved, layout, ring_rank))
+            elif isinstance(node.target, ops.Windowed | ops.RunningSum):
+                found.extend(_along(node, node.target, values, resolved, program.layout))
             else:
                 found.extend(_rows_of(node, node.target, values, resolved))
     return tuple(_merged(found))
@@ -211,6 +214,41 @@ def _tensor_parallel(
     if values[node].requires_grad:
         narrow = tokens * operand.element_size()
         yield "all_reduce", 2 * (degree - 1) * narrow // degree, "backward"
+
+
+def _along(
+    node: Node,
+    op: ops.Windowed | ops.RunningSum,
+    values: Mapping[Node, Any],
+    resolved: ResolvedPlan,
+    layout: SequenceLayout,
+) -> Iterator[CommRow]:
+    """What operations along the sequence send; of neighbours, what the busiest rank sends."""
+    x: Tensor = _operands(node, values)[0]
+    dim = op.window.dim if isinstance(op, ops.Windowed) else op.dim
+    sequence = tuple(a for a in resolved.sequence_axes if resolved.axes[a] > 1)
+    place = ops.Place(resolved.axes, {}, sequence, layout, resolved.ring_axis)
+    dealt = place.layout_over(op.axes)
+    degree = math.prod(resolved.axes[a] for a in op.axes)
+    dealt = dealt or SequenceLayout("contiguous", degree)
+    length, row = x.shape[dim] * degree, x.numel() // x.shape[dim]
+    axis, backward = "+".join(op.axes), values[node].requires_grad
+    phases: tuple[Phase, ...] = ("forward", "backward") if backward else ("forward",)
+    if isinstance(op, ops.RunningSum):
+        size = row * max(values[node].element_size(), 4)
+        most = max(len(dealt.ranges(length, rank)) for rank in range(degree))
+        for phase in phases:
+            yield CommRow(op.label, "all_gather", axis, 1, (degree - 1) * most * size, phase, False)
+        return
+    window = op.window
+    plan = neighbours(dealt, length, window.low, window.high, window.fill is None)
+    ranks = range(degree)
+    received = [sum(plan.count(rank, other) for other in ranks) for rank in ranks]
+    for phase in phases:
+        if plan.travels:
+            most = max(received if phase == "backward" else map(plan.sent, ranks))
+            sent = most * row * x.element_size()
+            yield CommRow(op.label, "all_to_all", axis, 1, sent, phase, False, at_most=True)
 
 
 def _attention(

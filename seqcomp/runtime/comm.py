@@ -126,7 +126,7 @@ class Communicator(ABC):
         sends: Sequence[Tensor],
         receives: Sequence[Tensor],
         *,
-        kind: Literal["all_gather", "reduce_scatter"],
+        kind: Literal["all_gather", "reduce_scatter", "all_to_all"],
         phase: Phase = "forward",
         label: str = "",
     ) -> None:

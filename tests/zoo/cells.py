@@ -48,7 +48,7 @@ def decide(cell: Cell) -> str:
     if entry.inputs is not None:
         given["inputs"] = entry.inputs
     if entry.overrides:
-        given["overrides"] = entry.overrides
+        given["overrides"] = list(entry.overrides)
     try:
         report = seqcomp.verify(partial(built, entry), given, inputs_fn=entry.call)
     except PlanError as error:

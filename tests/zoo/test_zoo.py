@@ -73,4 +73,4 @@ def test_every_strategy_has_many_exact_architectures() -> None:
 
 def test_names_say_what_is_special() -> None:
     assert len(ZOO) >= 60
-    assert all(re.fullmatch(r"[\w .,'/()-]+", name) for name in ZOO)
+    assert all(re.fullmatch(r"[\w .,:'/()-]+", name) for name in ZOO)

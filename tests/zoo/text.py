@@ -182,22 +182,32 @@ ENCODERS = tuple(
     )
 )  # fmt: skip
 
+mamba = hf("MambaForCausalLM", vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2,
+           pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+mamba2 = hf("Mamba2ForCausalLM", vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2,
+            num_heads=8, head_dim=16, state_size=8, n_groups=2, chunk_size=8,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2)  # fmt: skip
+RWKV = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "attention_hidden_size": 64,
+        "context_length": 64}  # fmt: skip
+jamba = hf("JambaForCausalLM", **GROUPED, num_experts=2, attn_layer_period=2, attn_layer_offset=1,
+           expert_layer_period=2, use_mamba_kernels=False, experts_implementation="batched_mm",
+           mamba_d_state=8, mamba_dt_rank=8)  # fmt: skip
 RECURRENT = tuple(
-    Entry(name, "recurrence", make, short)
-    for name, make in (
-        ("Mamba", hf("MambaForCausalLM", vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2,
-                     pad_token_id=0, bos_token_id=1, eos_token_id=2)),
-        ("Mamba 2", hf("Mamba2ForCausalLM", vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2,
-                       num_heads=8, head_dim=16, state_size=8, n_groups=2, chunk_size=8,
-                       pad_token_id=0, bos_token_id=1, eos_token_id=2)),
-        ("RWKV", hf("RwkvForCausalLM", vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2,
-                    attention_hidden_size=64, context_length=64)),
+    Entry(name, "recurrence", make, short, overrides=tuple(
+        {"match": match, "gather": True} for match in whole))
+    for name, make, *whole in (
+        ("Mamba", mamba),
+        ("Mamba, gather: true", mamba, "backbone.layers.*.mixer"),
+        ("Mamba 2", mamba2),
+        ("Mamba 2, gather: true", mamba2, "backbone.layers.*.mixer"),
+        ("RWKV", hf("RwkvForCausalLM", **RWKV)),
+        ("RWKV, no rescaling", hf("RwkvForCausalLM", **RWKV, rescale_every=0)),
+        ("RWKV, no rescaling, gather: true", hf("RwkvForCausalLM", **RWKV, rescale_every=0),
+         "rwkv.blocks.*.attention"),
         ("RecurrentGemma", hf("RecurrentGemmaForCausalLM", **{**GROUPED, "num_hidden_layers": 3},
                               attention_window_size=8, lru_width=64)),
-        ("Jamba", hf("JambaForCausalLM", **GROUPED, num_experts=2, attn_layer_period=2,
-                     attn_layer_offset=1, expert_layer_period=2, use_mamba_kernels=False,
-                     experts_implementation="batched_mm",
-                     mamba_d_state=8, mamba_dt_rank=8)),
+        ("Jamba", jamba),
+        ("Jamba, gather: true", jamba, "model.layers.*.mamba"),
         ("LFM2, short convolution", hf(
             "Lfm2ForCausalLM", **GROUPED, layer_types=["conv", "full_attention"])),
     )

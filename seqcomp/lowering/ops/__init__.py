@@ -6,6 +6,7 @@ only once bound. Each counts its bytes under the module path in `label`.
 
 from __future__ import annotations
 
+from seqcomp.lowering.ops.along import RunningSum, TokensAt, Windowed
 from seqcomp.lowering.ops.base import (
     Op,
     Place,
@@ -61,9 +62,12 @@ __all__ = [
     "RankBinding",
     "ReduceScatter",
     "Remember",
+    "RunningSum",
     "Shard",
     "SumGradient",
     "TokenLocal",
+    "TokensAt",
     "VocabularyEmbedding",
     "VocabularyLoss",
+    "Windowed",
 ]

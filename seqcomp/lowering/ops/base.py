@@ -33,6 +33,11 @@ class RankBinding:
         """
         return self.place().layout_over(axes)
 
+    def tokens_over(self, axes: tuple[str, ...]) -> SequenceLayout:
+        """`layout_over`, with the plain even split as what it is: contiguous."""
+        size = math.prod(self.context.sizes[a] for a in axes)
+        return self.layout_over(axes) or SequenceLayout("contiguous", size)
+
     def padded(self, length: int | None) -> int | None:
         """The length to which a sequence of `length` tokens is padded; None stays None."""
         return None if length is None else self.layout.padded(length)

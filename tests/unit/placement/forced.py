@@ -119,7 +119,7 @@ DATA_RING = Mesh(
     MeshView({"data": 2, "ring": 2}, ("ring",), ("data",)), SequenceLayout("zigzag", 2, 1)
 )
 USP = Mesh(
-    MeshView({"ring": 2, "ulysses": 3}, ("ring", "ulysses", torch.nn.Module()), ()),
+    MeshView({"ring": 2, "ulysses": 3}, ("ring", "ulysses"), (), striped="ring"),
     SequenceLayout("striped", 2, 3),
 )
 
