@@ -119,8 +119,7 @@ DATA_RING = Mesh(
     MeshView({"data": 2, "ring": 2}, ("ring",), ("data",)), SequenceLayout("zigzag", 2, 1)
 )
 USP = Mesh(
-    MeshView({"ring": 2, "ulysses": 3}, ("ring", "ulysses", torch.nn.Module()), ()),
-    SequenceLayout("striped", 2, 3),
+    MeshView({"ring": 2, "ulysses": 3}, ("ring", "ulysses"), ()), SequenceLayout("striped", 2, 3)
 )
 
 # S is not a multiple of these: 12 tokens are padded to 20 and 16.
