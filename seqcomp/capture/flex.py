@@ -46,9 +46,9 @@ def _written(capture: Capture, node: Node, shared: dict[Any, Node]) -> Written:
     product = writer.product()
     modified, mask = writer.on_pairs(score), _unless_all(writer.on_pairs(seen))
     state = scores_behind(capture, modified)
-    softcap, scale, added, mod = 0.0, 1.0, None, None
+    softcap, added, mod = 0.0, None, None
     if state is None:
-        mod = (modified, product)
+        mod, scale = (modified, product), float(product.args[1])
     else:
         softcap, scale = state.softcap, state.scale
         added = sum_of(capture, state.masks, before=node)

@@ -70,10 +70,10 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     lse: bool = False,
-    mod_parts: Sequence[Tensor] = (),
+    parts: Sequence[Tensor] = (),
 ) -> Tensor:
-    """The operation that attention nodes stand for, on one device."""
-    assert not mod_parts, "score mods run on tiles"
+    """The operation that attention nodes stand for, on one device. Score mods run on tiles only;
+    `parts` are what their descriptions are made of."""
     if not softcap and sinks is None and not lse:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
@@ -169,10 +169,11 @@ def _rewrite(
         lse=written.lse,
     )
     keep_mask = mask_node if mask is None or _needs_operand(mask) else None
-    # What a mod is made of; the scores that it is applied to are not computed.
+    # What a description is made of that is not behind the mask: sizes, and all parts of a mod.
     parts = []
-    if written.mod is not None and reading is not None:
-        keep_mask, parts = None, [item.node for item in reading.inputs]
+    if reading is not None:
+        keep_mask = None if written.mod is not None else keep_mask
+        parts = [item.node for item in reading.inputs if written.mod or not item.node.users]
     args = (
         q, k, v, keep_mask, mask == Causal(0), scale, written.softcap, written.sinks, written.lse,
         parts,
