@@ -62,26 +62,29 @@ def flex_as_operations() -> Iterator[None]:
     Raises PlanError SC302 inside it for what no reading exists of.
     """
     here = threading.get_ident()
-
     maker = flex.create_block_mask.__code__
+    places = [(flex, name, new) for name, new in _REPLACED.items()]
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if hasattr(masking, "fast_all"):  # a shortcut past masks that hide nothing, which reads values
+        places.append((masking, "fast_all", lambda tensor: False))
 
-    def ours(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def ours(name: str, new: Callable[..., Any], old: Callable[..., Any]) -> Callable[..., Any]:
         def chosen(*args: Any, **kwargs: Any) -> Any:
             asked = name not in _OF_BLOCK_MASKS or sys._getframe(1).f_code is maker
             is_ours = asked and threading.get_ident() == here
-            return (_REPLACED[name] if is_ours else original)(*args, **kwargs)
+            return (new if is_ours else old)(*args, **kwargs)
 
         return chosen
 
-    before = {name: getattr(flex, name) for name in _REPLACED}
-    for name, original in before.items():
-        setattr(flex, name, ours(name, original))
+    before = [(module, name, getattr(module, name)) for module, name, _ in places]
+    for (module, name, new), (_, _, old) in zip(places, before, strict=True):
+        setattr(module, name, ours(name, new, old))
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for name, original in before.items():
-            setattr(flex, name, original)
+        for module, name, old in before:
+            setattr(module, name, old)
 
 
 def _attention(
