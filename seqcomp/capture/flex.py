@@ -124,7 +124,10 @@ class _Writer:
     def product(self) -> Node:
         """The scores of all pairs; the node that a score_mod's reading ends at."""
         q, k, _, score = self._node.args[:4]
-        source = next(n for n in _behind(score) if op_name(n) == "seqcomp.flex_score")
+        found = (n for n in _behind(score) if op_name(n) == "seqcomp.flex_score")
+        source = next(found, None)
+        if source is None:
+            raise self._refused(score, "a result that does not use the score")
         groups = int(self._sizes[HEAD]) // int(k.meta["val"].shape[1])
         call = self._editor.call
         if groups > 1:
@@ -181,7 +184,9 @@ class _Writer:
         if not dtype.is_floating_point and dtype != torch.bool:
             value = int(value)
         device = self._node.args[0].meta["val"].device
-        return self.emit(aten.full.default, ([1, 1, 1, 1], value), {"dtype": dtype, "device": device})
+        return self.emit(
+            aten.full.default, ([1, 1, 1, 1], value), {"dtype": dtype, "device": device}
+        )
 
     def _depends(self, node: Node) -> frozenset[int]:
         """The dims of the pair that a value depends on (also of its score: all of them)."""

@@ -50,7 +50,9 @@ class DescribedMask(flex.BlockMask):
     def of(cls, skeleton: Skeleton, tensors: Sequence[Any]) -> DescribedMask:
         """Where `tensors` are other things (shapes of inputs), the mask only carries them."""
         given = dict(zip(skeleton.names, tensors, strict=True))
-        mask: DescribedMask = bare_mask(skeleton.build(given), skeleton.sizes, _device(tensors), cls)
+        mask: DescribedMask = bare_mask(
+            skeleton.build(given), skeleton.sizes, _device(tensors), cls
+        )
         mask.skeleton, mask.tensors = skeleton, tuple(tensors)
         return mask
 

@@ -26,8 +26,8 @@ from seqcomp.diagnostics import PlanError, diagnostic
 BATCH, HEAD, QUERY, KEY = range(4)
 
 
-# One pair's index along a dim of [B, H, q, k], and its scaled score, both without dims; and from the
-# score and mask of one pair (out [B, Hq, Sq, dv], log-sum-exp [B, Hq, Sq]). They are read as an
+# One pair's index along a dim of [B, H, q, k], and its scaled score, both without dims; and from
+# the score and mask of one pair (out [B, Hq, Sq, dv], log-sum-exp [B, Hq, Sq]). They are read as an
 # attention before anything runs, so they have no kernels.
 torch.library.define("seqcomp::flex_position", "(Tensor like, int of) -> Tensor")
 torch.library.define("seqcomp::flex_score", "(Tensor q, Tensor k, float scale) -> Tensor")
@@ -48,9 +48,7 @@ def _score(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 @torch.library.register_fake("seqcomp::flex_attention")
-def _result(
-    q: Tensor, k: Tensor, v: Tensor, score: Tensor, seen: Tensor
-) -> tuple[Tensor, Tensor]:
+def _result(q: Tensor, k: Tensor, v: Tensor, score: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     rows = q.shape[:3]
     return q.new_empty((*rows, v.shape[3])), q.new_empty(rows, dtype=score.dtype)
 
@@ -144,7 +142,8 @@ class _OnePair(TorchFunctionMode):
 
 def _looked_up(x: Tensor, index: tuple[Any, ...]) -> Tensor:
     """Numbers among the indices are taken first, so that one look-up remains."""
-    at, kept = 0, []
+    at = 0
+    kept: list[Tensor] = []
     for item in index:
         if isinstance(item, int) and not isinstance(item, bool):
             x = x.select(at, item)
@@ -155,9 +154,7 @@ def _looked_up(x: Tensor, index: tuple[Any, ...]) -> Tensor:
     return torch.ops.aten.index.Tensor(x, kept)
 
 
-def _no_mask(
-    mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any = None
-) -> Tensor:
+def _no_mask(mod: Any, B: Any, H: Any, Q_LEN: Any, KV_LEN: Any, device: Any = None) -> Tensor:
     """In place of create_mask within create_block_mask."""
     return torch.zeros((1, 1, 1, 1), dtype=torch.int32, device=device)
 

@@ -5,8 +5,8 @@ Shapes: q [B,Hq,Sq,d], k [B,Hkv,Sk,d], v [B,Hkv,Sk,dv], out [B,Hq,Sq,dv] in the 
 *whole* softmax, of which the given keys may be a part, and returns what these keys contribute to
 dq, dk, dv. ``causal`` is only used on square tiles, where kernels agree on its meaning. ``mask``,
 broadcastable to [B,Hq,Sq,Sk], is boolean (True is seen) or added to the scores; only kernels that
-`choose_masked` names take one, or `HiddenRows` in its place; "math" a `ScoreTile` too. A query that sees nothing gets
-out = 0 and lse = -inf.
+`choose_masked` names take one, or `HiddenRows` in its place; "math" a `ScoreTile` too. A query that
+sees nothing gets out = 0 and lse = -inf.
 """
 
 from __future__ import annotations

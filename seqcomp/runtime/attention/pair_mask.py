@@ -97,9 +97,7 @@ class PairMask:
         parts = [rectangle(leaf, q, k) for leaf in leaves]
         return run(self.term, parts, q.view(1, 1, -1, 1), k.view(1, 1, 1, -1))
 
-    def modified(
-        self, scores: Tensor, leaves: Sequence[Tensor], q: Tensor, k: Tensor
-    ) -> Tensor:
+    def modified(self, scores: Tensor, leaves: Sequence[Tensor], q: Tensor, k: Tensor) -> Tensor:
         """What `mod` makes of the scores [B, H, q, k] of a rectangle, seen or not."""
         assert self.mod is not None
         parts = [rectangle(leaf, q, k) for leaf in leaves]
