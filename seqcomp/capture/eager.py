@@ -278,7 +278,7 @@ def _less(capture: Capture, state: Scores) -> bool:
     peak = other
     while is_tensor(peak) and op_name(peak) in ("aten.getitem", "getitem", "aten.to"):
         peak = peak.args[0]
-    if not is_tensor(peak):
+    if not isinstance(peak, Node):
         return False
     if op_name(peak) in ("aten.max", "aten.amax"):
         state.node = source
