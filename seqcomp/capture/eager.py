@@ -145,7 +145,7 @@ def _add(capture: Capture, state: Scores) -> bool:
     if not is_tensor(left) or not is_tensor(right):
         return False
     scores, mask = (left, right) if _leads_to_product(left) else (right, left)
-    if not _leads_to_product(scores) or _leads_to_product(mask):
+    if not _leads_to_product(scores) or _is_made_of(mask, scores):
         return False
     state.masks.append(mask)
     state.node = scores
@@ -285,11 +285,26 @@ def _less(capture: Capture, state: Scores) -> bool:
         return peak.args[0] is source
     if argument(state.node, 2, "alpha", 1) != 1 or state.scale != 1.0 or state.softcap:
         return False
-    if not _leads_to_product(source) or _leads_to_product(other):
+    if not _leads_to_product(source) or _is_made_of(other, source):
         return False
     state.masks.append(Editor(capture).call(aten.neg.default, (other,), before=state.node))
     state.node = source
     return True
+
+
+def _is_made_of(node: Node, scores: Node) -> bool:
+    """Whether a bias is a product itself, or depends on the scores that it is added to."""
+    if _leads_to_product(node):
+        return True
+    seen, work = {node}, [node]
+    while work:
+        for source in work.pop().all_input_nodes:
+            if source is scores:
+                return True
+            if source not in seen:
+                seen.add(source)
+                work.append(source)
+    return False
 
 
 def _with_sinks(capture: Capture, state: Scores) -> bool:
