@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from seqcomp.capture.flex_arguments import described
 from seqcomp.diagnostics import PlanError, diagnostic
 
 BATCH = "batch"
@@ -96,6 +97,7 @@ def bind_call(
     if stateless and "use_cache" not in named:
         named["use_cache"] = False
     named = dict(sorted(named.items(), key=lambda item: _order(signature, item[0])))
+    positional, named = described((positional, named), where)
     paths, treespec = pytree.tree_flatten_with_path((tuple(positional), named))
     leaves = tuple(leaf for _, leaf in paths)
     names = tuple(_leaf_name(path, signature) for path, _ in paths)

@@ -26,6 +26,7 @@ class Written:
     """An attention as the graph has it: `out` = softmax(cap(q k^T scale) + mask, sinks) v.
 
     scale None is 1/sqrt(d); dtype: the one that the softmax is computed in, where it is fixed.
+    With a `mod` its first node takes the place of cap(q k^T scale), and `mask` is boolean.
     """
 
     out: Node
@@ -38,10 +39,12 @@ class Written:
     softcap: float = 0.0
     sinks: Node | None = None
     dtype: torch.dtype | None = None
+    lse: bool = False  # the log-sum-exp is one more column of `out`
+    mod: tuple[Node, Node] | None = None  # (scores in any form, made of q k^T scale)
 
 
 @dataclass
-class _Scores:
+class Scores:
     """State of the walk from the softmax up to q k^T; what is met last was applied first."""
 
     node: Node
@@ -66,7 +69,7 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
     dim = argument(softmax, 1, "dim")
     if softmax.meta["val"].ndim != 4 or dim not in (3, -1):
         return None
-    walked = _scores(capture, softmax.args[0], softmax)
+    walked = scores_behind(capture, softmax.args[0])
     product = _weights_times_values(softmax, with_sinks=walked is not None and bool(walked.sinks))
     if walked is None or product is None:
         return None
@@ -78,7 +81,7 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
     shape_q, shape_k = capture.shape(q), capture.shape(k)
     if shape_q[:2] != shape_k[:2] or capture.shape(v)[:3] != shape_k[:3]:
         return None
-    mask = _sum_of(capture, walked.masks, before=product)
+    mask = sum_of(capture, walked.masks, before=product)
     if q.meta["val"].dtype != v.meta["val"].dtype:
         product, q, k, v = _one_dtype(capture, product, q, k, v)
     return Written(
@@ -111,8 +114,9 @@ def _one_dtype(
     return new, q, k, v
 
 
-def _scores(capture: Capture, node: Node, softmax: Node) -> _Scores | None:
-    state = _Scores(node)
+def scores_behind(capture: Capture, node: Node) -> Scores | None:
+    """What is done to q k^T on the way to `node`, the softmax's operand; None for other things."""
+    state = Scores(node)
     while is_tensor(state.node) and state.node.op == "call_function":
         if op_name(state.node) == "aten.matmul":
             return state
@@ -129,19 +133,19 @@ def _only_its_maximum(node: Node) -> bool:
     return all(op_name(user) in ("aten.sub", "aten.max", "aten.amax") for user in node.users)
 
 
-def _to(capture: Capture, state: _Scores) -> bool:
+def _to(capture: Capture, state: Scores) -> bool:
     state.node = state.node.args[0]
     return state.node.meta["val"].is_floating_point()
 
 
-def _add(capture: Capture, state: _Scores) -> bool:
+def _add(capture: Capture, state: Scores) -> bool:
     if argument(state.node, 2, "alpha", 1) != 1 or state.scale != 1.0 or state.softcap:
         return False
     left, right = state.node.args[:2]
     if not is_tensor(left) or not is_tensor(right):
         return False
     scores, mask = (left, right) if _leads_to_product(left) else (right, left)
-    if not _leads_to_product(scores) or _leads_to_product(mask):
+    if not _leads_to_product(scores) or _is_made_of(mask, scores):
         return False
     state.masks.append(mask)
     state.node = scores
@@ -170,18 +174,18 @@ def _leads_to_product(node: Node) -> bool:
     return False
 
 
-def _times(capture: Capture, state: _Scores) -> bool:
+def _times(capture: Capture, state: Scores) -> bool:
     return _scaled(capture, state, lambda x: x)
 
 
-def _divided(capture: Capture, state: _Scores) -> bool:
+def _divided(capture: Capture, state: Scores) -> bool:
     if argument(state.node, 2, "rounding_mode") is not None:
         return False
     return _scaled(capture, state, lambda x: 1.0 / x)
 
 
-def _scaled(capture: Capture, state: _Scores, factor: Callable[[float], float]) -> bool:
-    number = _number(capture, state.node.args[1])
+def _scaled(capture: Capture, state: Scores, factor: Callable[[float], float]) -> bool:
+    number = number_in(capture, state.node.args[1])
     if number is None or number == 0:
         return False
     source = state.node.args[0]
@@ -192,12 +196,12 @@ def _scaled(capture: Capture, state: _Scores, factor: Callable[[float], float]) 
     return True
 
 
-def _capped(capture: Capture, state: _Scores, cap: float, tanh: Node) -> bool:
+def _capped(capture: Capture, state: Scores, cap: float, tanh: Node) -> bool:
     """c tanh(s / c)"""
     inner = tanh.args[0]
     if not is_tensor(inner) or len(tanh.users) > 1:
         return False
-    number = _number(capture, inner.args[1]) if len(inner.args) > 1 else None
+    number = number_in(capture, inner.args[1]) if len(inner.args) > 1 else None
     divided = op_name(inner) == "aten.div" and number == cap
     times = op_name(inner) == "aten.mul" and number is not None and math.isclose(number * cap, 1.0)
     if cap <= 0 or not (divided or times):
@@ -206,7 +210,8 @@ def _capped(capture: Capture, state: _Scores, cap: float, tanh: Node) -> bool:
     return True
 
 
-def _number(capture: Capture, item: object) -> float | None:
+def number_in(capture: Capture, item: object) -> float | None:
+    """The number that an operand is, however it is written."""
     if isinstance(item, bool):
         return None
     if isinstance(item, int | float):
@@ -230,24 +235,24 @@ def _constant(capture: Capture, node: Node) -> float | None:
 _COPIES = ("aten.detach", "aten.alias", "aten.clone", "aten.lift_fresh", "aten.to")
 
 
-def _filled(capture: Capture, state: _Scores) -> bool:
+def _filled(capture: Capture, state: Scores) -> bool:
     """masked_fill(scores, hidden, lowest)"""
     scores, hidden, value = state.node.args[:3]
-    return _choice(capture, state, hidden, scores, _number(capture, value), is_hidden=True)
+    return _choice(capture, state, hidden, scores, number_in(capture, value), is_hidden=True)
 
 
-def _where(capture: Capture, state: _Scores) -> bool:
+def _where(capture: Capture, state: Scores) -> bool:
     condition, yes, no = state.node.args[:3]
     if is_tensor(yes) and _leads_to_product(yes):
-        return _choice(capture, state, condition, yes, _number(capture, no), is_hidden=False)
+        return _choice(capture, state, condition, yes, number_in(capture, no), is_hidden=False)
     if is_tensor(no):
-        return _choice(capture, state, condition, no, _number(capture, yes), is_hidden=True)
+        return _choice(capture, state, condition, no, number_in(capture, yes), is_hidden=True)
     return False
 
 
 def _choice(
     capture: Capture,
-    state: _Scores,
+    state: Scores,
     condition: Node,
     scores: Node,
     value: float | None,
@@ -267,18 +272,42 @@ def _choice(
     return True
 
 
-def _less_maximum(capture: Capture, state: _Scores) -> bool:
-    """x - max(x) has the softmax of x."""
-    source, peak = state.node.args[:2]
+def _less(capture: Capture, state: Scores) -> bool:
+    """x - max(x), which has the softmax of x; or x - bias."""
+    source, other = state.node.args[:2]
+    peak = other
     while is_tensor(peak) and op_name(peak) in ("aten.getitem", "getitem", "aten.to"):
         peak = peak.args[0]
-    if not isinstance(peak, Node) or op_name(peak) not in ("aten.max", "aten.amax"):
+    if not isinstance(peak, Node):
         return False
+    if op_name(peak) in ("aten.max", "aten.amax"):
+        state.node = source
+        return peak.args[0] is source
+    if argument(state.node, 2, "alpha", 1) != 1 or state.scale != 1.0 or state.softcap:
+        return False
+    if not _leads_to_product(source) or _is_made_of(other, source):
+        return False
+    state.masks.append(Editor(capture).call(aten.neg.default, (other,), before=state.node))
     state.node = source
-    return peak.args[0] is source
+    return True
 
 
-def _with_sinks(capture: Capture, state: _Scores) -> bool:
+def _is_made_of(node: Node, scores: Node) -> bool:
+    """Whether a bias is a product itself, or depends on the scores that it is added to."""
+    if _leads_to_product(node):
+        return True
+    seen, work = {node}, [node]
+    while work:
+        for source in work.pop().all_input_nodes:
+            if source is scores:
+                return True
+            if source not in seen:
+                seen.add(source)
+                work.append(source)
+    return False
+
+
+def _with_sinks(capture: Capture, state: Scores) -> bool:
     """cat((scores, sinks expanded to one column), -1)"""
     parts, dim = state.node.args[0], argument(state.node, 1, "dim", 0)
     if len(parts) != 2 or dim not in (3, -1) or state.masks or state.sinks is not None:
@@ -296,7 +325,7 @@ def _with_sinks(capture: Capture, state: _Scores) -> bool:
     return True
 
 
-Step = Callable[[Capture, _Scores], bool]
+Step = Callable[[Capture, Scores], bool]
 _STEPS: dict[str, Step] = {
     "to": _to,
     "add": _add,
@@ -304,7 +333,7 @@ _STEPS: dict[str, Step] = {
     "div": _divided,
     "masked_fill": _filled,
     "where": _where,
-    "sub": _less_maximum,
+    "sub": _less,
     "cat": _with_sinks,
 }
 
@@ -342,7 +371,8 @@ def _transposed(node: Node) -> Node | None:
     return node.args[0] if name in ("aten.mT", "aten.adjoint") else None
 
 
-def _sum_of(capture: Capture, masks: list[Node], before: Node) -> Node | None:
+def sum_of(capture: Capture, masks: list[Node], before: Node) -> Node | None:
+    """The sum of masks, the last one first."""
     if not masks:
         return None
     editor, total = Editor(capture), masks[-1]

@@ -21,6 +21,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from seqcomp.capture.call import BATCH, SEQ, Call, InputDims
+from seqcomp.capture.flex_arguments import DescribedMask
+from seqcomp.capture.flex_trace import flex_as_operations
 from seqcomp.capture.guards import refuse_hidden_gradients, refuse_kept_values
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, Size, expression
 from seqcomp.capture.units import Units, opaque_units
@@ -98,6 +100,7 @@ def export_call(
     ]
     try:
         with (
+            flex_as_operations(),
             refuse_kept_values(module),
             _named_keywords(module, kwargs),
             _quiet(),
@@ -166,7 +169,15 @@ def _by_parameter(
 ) -> dict[str, Any]:
     """Values of a call under the names of forward's parameters, *args and **kwargs nested."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    return dict(bound.arguments)
+
+    def children(item: Any) -> Any:
+        # torch.export wants the parts of other containers than its own as a list.
+        return list(item.tensors) if isinstance(item, DescribedMask) else item
+
+    found: dict[str, Any] = pytree.tree_map(
+        children, dict(bound.arguments), is_leaf=lambda x: isinstance(x, DescribedMask)
+    )
+    return found
 
 
 def _pairs(call: Call, dims: Sequence[InputDims | None]) -> list[tuple[Any, InputDims | None]]:

@@ -26,6 +26,9 @@ _UNTAGGED = {
     "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.polar", "aten.complex",
     "aten.real", "aten.imag", "aten.conj", "aten.dropout", "aten.where", "aten._conj",
     "aten.mse_loss_none", "aten.nan_to_num", "aten.isclose", "aten.scalar_tensor",
+    "aten.floor_divide", "aten.true_divide", "aten.divide", "aten.multiply", "aten.subtract",
+    "aten.negative", "aten.absolute", "aten.greater", "aten.greater_equal", "aten.less",
+    "aten.less_equal", "aten.not_equal", "aten.rsub", "aten.fmod", "aten.remainder",
 }  # fmt: skip
 
 

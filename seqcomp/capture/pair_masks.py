@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import argument, is_tensor, op_name
+from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
 from seqcomp.capture.export import Capture
 from seqcomp.capture.kinds import is_pointwise
 from seqcomp.capture.mask_values import Affine, Choice, Truth
@@ -27,6 +27,7 @@ from seqcomp.runtime.attention.pair_mask import (
     Number,
     PairMask,
     Position,
+    Score,
     Term,
     hides_from,
 )
@@ -61,21 +62,35 @@ class PairReader:
         self._capture = capture
         self._positions = positions
 
-    def read(self, node: Node, queries: Size, keys: Size) -> PairReading | None:
-        """The mask [.., Sq, Sk] of an attention; None where it has no such dims."""
-        value = node.meta["val"]
-        if value.ndim > 4:
-            return None
-        walk = _Walk(self._capture, self._positions, queries, keys)
-        term = walk.term(node, tuple(range(4 - value.ndim, 4)))
-        additive = value.dtype != torch.bool
-        hidden = hides_from(value.dtype) if additive else 0.0
+    def read(
+        self,
+        node: Node | None,
+        queries: Size,
+        keys: Size,
+        mod: tuple[Node, Node] | None = None,
+    ) -> PairReading | None:
+        """The mask [.., Sq, Sk] of an attention; None where it has no such dims.
+
+        node None: nothing is hidden. mod: what the scores become, and the node that they are.
+        """
+        walk = _Walk(self._capture, self._positions, queries, keys, mod[1] if mod else None)
+        dtype, term = torch.bool, _TRUE
+        if node is not None:
+            value = node.meta["val"]
+            if value.ndim > 4:
+                return None
+            dtype, term = value.dtype, walk.term(node, tuple(range(4 - value.ndim, 4)))
+        scores = walk.term(mod[0], tuple(range(4))) if mod else None
+        additive = dtype != torch.bool
+        hidden = hides_from(dtype) if additive else 0.0
         trained = tuple(
-            i for i, item in enumerate(walk.inputs) if additive and self._needs_gradient(item.node)
+            i
+            for i, item in enumerate(walk.inputs)
+            if (additive or mod) and self._needs_gradient(item.node)
         )
         tables = tuple(i for i, item in enumerate(walk.inputs) if TABLE_DIM in item.dims)
         return PairReading(
-            PairMask(term, additive, hidden, trained, tables),
+            PairMask(term, additive, hidden, trained, tables, scores),
             tuple(walk.inputs),
             tuple(dict.fromkeys(walk.dense)),
         )
@@ -101,8 +116,16 @@ class PairReader:
 
 
 class _Walk:
-    def __init__(self, capture: Capture, positions: MaskReader, queries: Size, keys: Size):
+    def __init__(
+        self,
+        capture: Capture,
+        positions: MaskReader,
+        queries: Size,
+        keys: Size,
+        score: Node | None = None,
+    ):
         self._capture = capture
+        self._score = score
         self._positions = positions
         self._sizes = {QUERY_DIM: queries, KEY_DIM: keys}
         self._terms: dict[tuple[Node, tuple[int, ...]], Term] = {}
@@ -111,6 +134,8 @@ class _Walk:
 
     def term(self, node: Node, dims: tuple[int, ...]) -> Term:
         """What `node` is on a pair, its dims being `dims` of [B, H, q, k]."""
+        if node is self._score:
+            return Score()
         key = (node, dims)
         if key not in self._terms:
             found = self._known(node, dims)
@@ -230,23 +255,24 @@ class _Walk:
 
         def given(item: Any) -> Any:
             if isinstance(item, Node):
-                if not is_tensor(item):
-                    raise _NotReadableError
+                tensor = is_tensor(item)
+                item = item if tensor else self._as_tensor(item, node.meta["val"].device)
                 return self._broadcast(item, dims)
             if isinstance(item, list | tuple):
                 return tuple(given(x) for x in item)
             return item
 
-        try:
-            if name == "type_as":
-                return Apply(aten.to.dtype, (given(node.args[0]), node.meta["val"].dtype))
-            if name == "to":
-                return Apply(aten.to.dtype, (given(node.args[0]), node.meta["val"].dtype))
-            args = tuple(given(item) for item in node.args)
-            kwargs = tuple((key, given(item)) for key, item in node.kwargs.items())
-        except _NotReadableError:
-            return None
+        if name in ("type_as", "to"):
+            return Apply(aten.to.dtype, (given(node.args[0]), node.meta["val"].dtype))
+        args = tuple(given(item) for item in node.args)
+        kwargs = tuple((key, given(item)) for key, item in node.kwargs.items())
         return Apply(node.target, args, kwargs)
+
+    def _as_tensor(self, size: Node, device: torch.device) -> Node:
+        """A size among the operands is an input like any other."""
+        kwargs = {"dtype": torch.int64, "device": device}
+        editor = Editor(self._capture)
+        return editor.call(aten.scalar_tensor.default, (size,), kwargs, before=size.next)
 
     def _reshaped(self, node: Node, dims: tuple[int, ...]) -> Term | None:
         """Views that add or remove dims of size 1."""
@@ -292,7 +318,8 @@ class _Walk:
     def _lookup(self, node: Node, dims: tuple[int, ...]) -> Term | None:
         """A row per pair of a table [rows, heads] (the relative bias of T5)."""
         table, index = node.args[:2]
-        if dims[-1] != HEAD_DIM or table.meta["val"].ndim != 2:
+        columns = table.meta["val"].shape[-1]
+        if table.meta["val"].ndim != 2 or (dims[-1] != HEAD_DIM and columns != 1):
             return None
         entry = MaskInput(table, (TABLE_DIM, HEAD_DIM))
         if entry not in self.inputs:
@@ -305,10 +332,6 @@ def _is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or (
         op_name(node) == "aten.dropout"
     )
-
-
-class _NotReadableError(Exception):
-    """An operand is a size, which the program does not know."""
 
 
 _TRUE = Number(True, torch.bool)

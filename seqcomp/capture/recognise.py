@@ -9,6 +9,7 @@ otherwise K/V would travel Hq/Hkv times too heavy); its mask is a description in
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.fx import Node
 from seqcomp.capture.eager import Written, find_eager
 from seqcomp.capture.edit import argument, is_tensor, module_path, op_name
 from seqcomp.capture.export import Capture
+from seqcomp.capture.flex import find_flex
 from seqcomp.capture.masks import MaskReader
 from seqcomp.capture.pair_masks import PairReader, PairReading
 from seqcomp.layout.masks import Causal, Full, Mask
@@ -46,10 +48,16 @@ class AttentionInfo:
     pairs: PairReading | None = None
     softcap: float = 0.0
     dtype: torch.dtype | None = None  # of the softmax, where the model fixes it
+    lse: bool = False  # the log-sum-exp is one more column of the result
 
     @property
     def causal(self) -> bool:
         return isinstance(self.mask, Causal)
+
+    @property
+    def modified(self) -> bool:
+        """Whether scores become others element by element, in a form that has no name."""
+        return self.pairs is not None and self.pairs.mask.mod is not None
 
 
 def attention(
@@ -61,9 +69,12 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    lse: bool = False,
+    parts: Sequence[Tensor] = (),
 ) -> Tensor:
-    """The operation that attention nodes stand for, on one device."""
-    if not softcap and sinks is None:
+    """The operation that attention nodes stand for, on one device. Score mods run on tiles only;
+    `parts` are what their descriptions are made of."""
+    if not softcap and sinks is None and not lse:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -81,7 +92,8 @@ def attention(
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, column), -1)
-    return scores.softmax(-1)[..., : k.shape[2]] @ v
+    out = scores.softmax(-1)[..., : k.shape[2]] @ v
+    return torch.cat((out, scores.logsumexp(-1, keepdim=True)), -1) if lse else out
 
 
 def recognise_attention(capture: Capture, module: torch.nn.Module) -> tuple[AttentionInfo, ...]:
@@ -96,7 +108,7 @@ def recognise_attention(capture: Capture, module: torch.nn.Module) -> tuple[Atte
 
     reader = MaskReader(capture, constant)
     pairs = PairReader(capture, reader)
-    written = [*_fused(capture), *find_eager(capture)]
+    written = [*_fused(capture), *find_flex(capture), *find_eager(capture)]
     order = {node: i for i, node in enumerate(capture.graph.nodes)}
     found = [
         _rewrite(capture, reader, pairs, item)
@@ -137,8 +149,11 @@ def _rewrite(
     scale = float(written.scale) if written.scale is not None else 1.0 / math.sqrt(head_dim)
     mask, found = _read_mask(reader, mask_node, causal, capture, q, k)
     reading = None
+    if written.mod is not None:
+        mask, found = None, "a FlexAttention score_mod"
     if mask is None and not causal:
-        reading = pairs.read(mask_node, capture.shape(q)[2], capture.shape(k)[2])
+        rows, columns = capture.shape(q)[2], capture.shape(k)[2]
+        reading = pairs.read(mask_node, rows, columns, written.mod)
     info = AttentionInfo(
         where=module_path(node) or "<root>",
         heads=int(q.meta["val"].shape[1]),
@@ -151,9 +166,18 @@ def _rewrite(
         pairs=reading,
         softcap=written.softcap,
         dtype=written.dtype,
+        lse=written.lse,
     )
     keep_mask = mask_node if mask is None or _needs_operand(mask) else None
-    args = (q, k, v, keep_mask, mask == Causal(0), scale, written.softcap, written.sinks)
+    # What a description is made of that is not behind the mask: sizes, and all parts of a mod.
+    parts = []
+    if reading is not None:
+        keep_mask = None if written.mod is not None else keep_mask
+        parts = [item.node for item in reading.inputs if written.mod or not item.node.users]
+    args = (
+        q, k, v, keep_mask, mask == Causal(0), scale, written.softcap, written.sinks, written.lse,
+        parts,
+    )  # fmt: skip
     with capture.graph.inserting_before(node):
         new = capture.graph.call_function(attention, args)
     new.meta.update(node.meta)

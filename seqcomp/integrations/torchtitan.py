@@ -1,8 +1,10 @@
 """``titan:<model>/<flavor>``: decoders of torchtitan on its SDPA attention module.
 
 torchtitan's registry offers FlexAttention and varlen attention for its language models, which
-take the documents of a packed batch as masks; neither has a backward on CPU. Its own
-`ScaledDotProductAttention` takes the same arguments and is plainly causal.
+take the documents of a packed batch as masks; neither has a backward on CPU, so that a spec could
+not be verified there. Its own `ScaledDotProductAttention` takes the same arguments and is plainly
+causal. A model on FlexAttention compiles like any other: pass `positions` and `attention_masks` as
+torchtitan's trainer does.
 """
 
 from __future__ import annotations

@@ -168,7 +168,9 @@ def _attention(
     _heads(graph, node, decision, made, context)
     info = node.meta["attention"]
     transport = context.transports[info.where]
-    node.target = ops.Attention(info.mask, info.scale, transport, info.where, info.softcap)
+    node.target = ops.Attention(
+        info.mask, info.scale, transport, info.where, info.softcap, info.lse
+    )
     tiling = None
     if info.pairs is not None:
         rows = context.capture.shape(node)[2]

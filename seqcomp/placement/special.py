@@ -56,6 +56,9 @@ def attention_rule(node: Node, env: Env) -> Decision:
     square = env.shape(k)[2] == length
     tiled = info.pairs is not None and tokens == everywhere and not broadcast
     tiled = tiled and (square or bool(tokens))
+    if info.modified and not tiled:
+        raise _mask_error(node, info, f"{info.mask_found} where the queries' tokens are not shared")
+    extra |= {part: env.spec(part) for part in node.args[9]}
     if not tokens and not tiled:
         wants = {n: placed(n, ()) for n in (q, k, v)} | extra
         if is_tensor(mask):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.fixtures.models import default_dtype
 
 BATCH, LENGTH, VOCAB = 2, 32, 95
-Inputs = dict[str, Tensor]
+Inputs = dict[str, Any]
 SMALL: Mapping[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0,

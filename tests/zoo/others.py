@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.fixtures.families import Encoder, TitanWithLoss, titan
+from tests.fixtures.families import Encoder, TitanWithLoss, titan, titan_documents, titan_flex
 from tests.zoo.entry import (
     BATCH,
     LENGTH,
@@ -22,6 +22,7 @@ from tests.zoo.entry import (
     hf,
     ids,
     labelled,
+    packed,
     padded,
 )
 
@@ -187,11 +188,24 @@ def diffusion() -> Inputs:
     }  # fmt: skip
 
 
+def packed_blocks() -> Inputs:
+    """Three documents per row as torchtitan's trainer passes them: positions and a block mask."""
+    call = packed()
+    positions = call.pop("position_ids")
+    return {**call, **titan_documents(positions)}
+
+
 TITAN = tuple(
     Entry(name, "torchtitan", lambda spec=spec: TitanWithLoss(titan(spec)), labelled)
     for name, spec in (
         ("torchtitan Llama 3", "llama3/debugmodel"),
         ("torchtitan Qwen3", "qwen3/debugmodel"),
+    )
+) + tuple(
+    Entry(name, "torchtitan", lambda spec=spec: TitanWithLoss(titan_flex(spec)), packed_blocks)
+    for name, spec in (
+        ("torchtitan Llama 3, FlexAttention, packed documents", "llama3/debugmodel"),
+        ("torchtitan Qwen3, FlexAttention, packed documents", "qwen3/debugmodel"),
     )
 )
 BY_HAND = (

@@ -64,7 +64,10 @@ DECODERS = (
     _decoder("Llama, padded left", llama, left),
     _decoder("Llama, packed documents", llama, packed),
     _decoder("Llama, eager attention", hf("LlamaForCausalLM", "eager", **GROUPED)),
+    _decoder("Llama, FlexAttention", hf("LlamaForCausalLM", "flex_attention", **GROUPED)),
     _decoder("Mistral, window", mistral),
+    _decoder("Mistral, window, FlexAttention", hf(
+        "MistralForCausalLM", "flex_attention", **GROUPED, sliding_window=7)),
     _decoder("Mistral, window, padded left", mistral, left),
     _decoder("Mistral, window, packed", mistral, packed),
     _decoder("Qwen2, window in one layer", hf(

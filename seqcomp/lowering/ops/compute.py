@@ -35,6 +35,7 @@ class Attention(Op):
     transport: Transport
     label: str
     softcap: float = 0.0
+    lse: bool = False
     __name__ = "attention"
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
@@ -42,7 +43,9 @@ class Attention(Op):
             return rank.context.comm((axis,)) if axis in rank.sequence else None
 
         ring, ulysses = comm(rank.ring_axis), comm(rank.ulysses_axis)
-        plan = AttentionPlan(self.mask, rank.layout, self.transport, self.scale, self.softcap)
+        plan = AttentionPlan(
+            self.mask, rank.layout, self.transport, self.scale, self.softcap, self.lse
+        )
         parts = rank.layout.ring * (ulysses.size if ulysses else 1)
 
         @functools.lru_cache(maxsize=4)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from seqcomp.layout.heads import head_map
 from seqcomp.layout.masks import Mask
 from seqcomp.layout.sequence import SequenceLayout
-from seqcomp.runtime.attention import kernels, ring, ulysses
+from seqcomp.runtime.attention import kernels, lse_gradient, ring, ulysses
 from seqcomp.runtime.attention import sinks as sink
 from seqcomp.runtime.attention.heads import of_heads
 from seqcomp.runtime.attention.tiling import StaticTiling, Tiling
@@ -27,6 +27,7 @@ class AttentionPlan:
 
     ``layout.ring`` must be the ring's size; its inner degree does not matter here, because the
     tokens of a ring rank do not depend on it. ``mask`` None: the call brings its own tiling.
+    ``lse``: the log-sum-exp is one more column of the result, which is in accumulator dtype.
     """
 
     mask: Mask | None
@@ -34,6 +35,7 @@ class AttentionPlan:
     transport: Transport = "p2p"
     scale: float | None = None
     softcap: float = 0.0
+    lse: bool = False
 
 
 def attention(
@@ -49,7 +51,8 @@ def attention(
     length: int | None = None,
     label: str = "",
 ) -> Tensor:
-    """[B, Hq, s, d] queries, [B, Hkv, s, d] keys and values of this rank -> [B, Hq, s, dv].
+    """[B, Hq, s, d] queries, [B, Hkv, s, d] keys and values of this rank -> [B, Hq, s, dv], or
+    [B, Hq, s, dv + 1] with the log-sum-exp where the plan says so.
 
     tiling: of a mask that depends on data; shared by the attentions of one forward. What its
     inputs learn from this rank's queries flows back into them.
@@ -69,6 +72,7 @@ def attention(
     assert k.shape[:3] == v.shape[:3], f"k {list(k.shape)}, v {list(v.shape)}"
     assert k.shape[2] == q.shape[2], f"{q.shape[2]} queries, {k.shape[2]} keys"
     assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads, {k.shape[1]} KV heads"
+    assert sinks is None or not plan.lse, "sinks have a log-sum-exp of their own"
     if tiling is None:
         assert plan.mask is not None, "neither a mask nor a tiling"
         dealt = q.shape[2] * (ulysses.size if ulysses else 1) * plan.layout.ring
@@ -99,9 +103,12 @@ class _Attention(torch.autograd.Function):
         if heads_comm is not None:
             q, k, v = ulysses.to_heads((q, k, v), ctx.slots, heads_comm, label=label)
         q, k, v = (_dense(x) for x in (q, k, v))
+        extra = lse_gradient.COLUMNS if plan.lse else 0
         fastest, masked = (
             kernels.kernel(
-                "math" if plan.softcap else choose(q.device, q.dtype, q.shape[3], v.shape[3]),
+                "math"
+                if plan.softcap or tiling.modifies
+                else choose(q.device, q.dtype, q.shape[3] + extra, v.shape[3] + extra),
                 group=heads.chunk,
                 softcap=plan.softcap,
             )
@@ -123,11 +130,12 @@ class _Attention(torch.autograd.Function):
         out, lse = ring.forward(ctx.ring, q, k, v)
         if sinks is not None:
             out, lse = sink.apply(out, lse, of_heads(sinks, ctx.ring.heads, 0))
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        result = torch.cat((out, lse.unsqueeze(-1)), -1) if plan.lse else out.to(q.dtype)
+        ctx.with_lse = plan.lse
+        ctx.save_for_backward(q, k, v, out.to(q.dtype), lse, sinks)
         if heads_comm is None:
-            return out
-        return ulysses.to_tokens((out,), ctx.slots[:1], heads_comm, label=label)[0]
+            return result
+        return ulysses.to_tokens((result,), ctx.slots[:1], heads_comm, label=label)[0]
 
     @staticmethod
     @once_differentiable
@@ -137,6 +145,8 @@ class _Attention(torch.autograd.Function):
         if comm is not None:
             slots = ctx.slots[:1]
             dout = ulysses.to_heads((dout,), slots, comm, phase="backward", label=ctx.label)[0]
+        if ctx.with_lse:
+            dout, out = lse_gradient.columns(dout, out)
         dout = dout.contiguous()
         grads, trained = ring.backward(ctx.ring, dout, q, k, v, out, lse)
         dq, dk, dv = (grad.to(q.dtype) for grad in grads)

@@ -5,8 +5,8 @@ Shapes: q [B,Hq,Sq,d], k [B,Hkv,Sk,d], v [B,Hkv,Sk,dv], out [B,Hq,Sq,dv] in the 
 *whole* softmax, of which the given keys may be a part, and returns what these keys contribute to
 dq, dk, dv. ``causal`` is only used on square tiles, where kernels agree on its meaning. ``mask``,
 broadcastable to [B,Hq,Sq,Sk], is boolean (True is seen) or added to the scores; only kernels that
-`choose_masked` names take one, or `HiddenRows` in its place. A query that sees nothing gets
-out = 0 and lse = -inf.
+`choose_masked` names take one, or `HiddenRows` in its place; "math" a `ScoreTile` too. A query that
+sees nothing gets out = 0 and lse = -inf.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from seqcomp.runtime.attention import hidden_rows, math_kernel
 from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.merge import accumulator_dtype
+from seqcomp.runtime.attention.score_tile import ScoreTile
 
 aten = torch.ops.aten
 
@@ -310,15 +311,24 @@ def _no_dropout_state(device: torch.device) -> tuple[Tensor, Tensor]:
     return state[0], state[1]
 
 
-def _lifting(inner: Kernel) -> Kernel:
-    """Takes rows of a mask that finite numbers hide."""
+Mask = Tensor | HiddenRows | ScoreTile
 
-    def forward(*tensors: Tensor, mask: Tensor | HiddenRows | None = None, **how: Any) -> Any:
+
+def _lifting(inner: Kernel) -> Kernel:
+    """Takes rows of a mask that finite numbers hide, and more columns of out and dout than of v."""
+
+    def forward(*tensors: Tensor, mask: Mask | None = None, **how: Any) -> Any:
         if isinstance(mask, HiddenRows):
             return hidden_rows.forward(inner.forward, *tensors, mask=mask, **how)
         return inner.forward(*tensors, mask=mask, **how)
 
-    def backward(*tensors: Tensor, mask: Tensor | HiddenRows | None = None, **how: Any) -> Any:
+    def backward(dout: Tensor, *tensors: Tensor, mask: Mask | None = None, **how: Any) -> Any:
+        extra = dout.shape[-1] - tensors[2].shape[-1]
+        if extra:
+            wide = [F.pad(x, (0, extra)) for x in tensors[:3]]
+            grads = backward(dout, *wide, *tensors[3:], mask=mask, **how)
+            return tuple(grad[..., :-extra].contiguous() for grad in grads)
+        tensors = (dout, *tensors)
         if isinstance(mask, HiddenRows):
             return hidden_rows.backward(inner.backward, *tensors, mask=mask, **how)
         return inner.backward(*tensors, mask=mask, **how)

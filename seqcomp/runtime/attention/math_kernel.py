@@ -1,4 +1,4 @@
-"""Attention in plain tensor operations: any device, dtype, head dims, mask and softcap.
+"""Attention in plain tensor operations: any device, dtype, head dims, mask, softcap and score mod.
 
 Computes in at least fp32, a few rows at a time, so that memory stays O(tile); the reference for
 the kernels and the fallback for what they do not take.
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from seqcomp.runtime.attention.score_tile import ScoreTile
+
 TILE_BYTES = 64 * 2**20
 
 
@@ -21,7 +23,7 @@ def forward(
     *,
     causal: bool,
     scale: float,
-    mask: Tensor | None = None,
+    mask: Tensor | ScoreTile | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """See ``kernels``. ``softcap`` c > 0: scores become c tanh(score / c) before the mask
@@ -49,7 +51,7 @@ def backward(
     *,
     causal: bool,
     scale: float,
-    mask: Tensor | None = None,
+    mask: Tensor | ScoreTile | None = None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``kernels``; ``out`` and ``lse`` are those of the whole softmax."""
@@ -78,14 +80,20 @@ def mask_gradient(
     lse: Tensor,
     *,
     scale: float,
-    mask: Tensor,
+    mask: Tensor | ScoreTile,
     softcap: float = 0.0,
-) -> Tensor:
-    """Cotangent of an additive mask, [B, Hq, Sq, Sk] in accumulator dtype: of one small tile."""
+) -> tuple[Tensor, Tensor | None]:
+    """Cotangent of an additive mask or of modified scores, [B, Hq, Sq, Sk] in accumulator dtype:
+    of one small tile. And the scores that are modified.
+    """
     rows = slice(0, q.shape[2])
     with _full_precision(q.device):
         scores, _ = _scores(q, k, rows, causal=False, scale=scale, mask=mask, softcap=softcap)
-        return _score_gradient(scores, dout, v, out, lse, rows)[1].flatten(1, 2)
+        found = _score_gradient(scores, dout, v, out, lse, rows)[1].flatten(1, 2)
+        if not isinstance(mask, ScoreTile):
+            return found, None
+        plain, _ = _scores(q, k, rows, causal=False, scale=scale, mask=None, softcap=0.0)
+        return found, plain.flatten(1, 2)
 
 
 def _chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
@@ -103,10 +111,11 @@ def _scores(
     *,
     causal: bool,
     scale: float,
-    mask: Tensor | None,
+    mask: Tensor | ScoreTile | None,
     softcap: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """[B, Hkv, group, rows, Sk], -inf where a query does not see a key; the slope of the cap."""
+    """[B, Hkv, group, rows, Sk], -inf where a query does not see a key; the slope of what is done
+    to q k^T scale, None for 1."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = _grouped(q, rows, k, dtype) @ _per_group(k, dtype).mT * scale
     slope = None
@@ -118,6 +127,10 @@ def _scores(
         scores = scores.masked_fill(~seen[rows], float("-inf"))
     if mask is None:
         return scores, slope
+    if isinstance(mask, ScoreTile):
+        scores, slope = mask.of(scores.flatten(1, 2), rows)
+        groups = (k.shape[1], -1)
+        return scores.unflatten(1, groups), slope.unflatten(1, groups)
     mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
     mask = mask[:, :, rows] if mask.shape[2] > 1 else mask
     mask = mask.unsqueeze(2) if mask.shape[1] == 1 else mask.unflatten(1, (k.shape[1], -1))

@@ -35,6 +35,11 @@ class Position:
 
 
 @dataclass(frozen=True)
+class Score:
+    """The scaled score of a pair, in accumulator dtype."""
+
+
+@dataclass(frozen=True)
 class Number:
     """A constant of one dtype; `scalar` as for a leaf."""
 
@@ -68,7 +73,7 @@ class Lookup:
     index: Any
 
 
-Term = Leaf | Position | Number | Apply | Lookup
+Term = Leaf | Position | Score | Number | Apply | Lookup
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class PairMask:
 
     hidden: values of an additive mask at or below it hide a pair. Where it is finite, a row that
     hides every key is the mean of all values, not 0, and must be computed with its numbers.
+    mod: what takes the place of the score of a pair that is seen; then the mask is boolean.
     """
 
     term: Term
@@ -84,11 +90,18 @@ class PairMask:
     hidden: float = -math.inf
     trained: tuple[int, ...] = ()  # leaves that may need gradients
     tables: tuple[int, ...] = ()  # leaves [rows, h, 1, 1] that are looked up
+    mod: Term | None = None
 
     def evaluate(self, leaves: Sequence[Tensor], q: Tensor, k: Tensor) -> Tensor:
         """The mask on the pairs q x k of global positions: broadcastable to [B, H, q, k]."""
         parts = [rectangle(leaf, q, k) for leaf in leaves]
         return run(self.term, parts, q.view(1, 1, -1, 1), k.view(1, 1, 1, -1))
+
+    def modified(self, scores: Tensor, leaves: Sequence[Tensor], q: Tensor, k: Tensor) -> Tensor:
+        """What `mod` makes of the scores [B, H, q, k] of a rectangle, seen or not."""
+        assert self.mod is not None
+        parts = [rectangle(leaf, q, k) for leaf in leaves]
+        return run(self.mod, parts, q.view(1, 1, -1, 1), k.view(1, 1, 1, -1), scores=scores)
 
     def diagonal(self, leaves: Sequence[Tensor], q: Tensor) -> Tensor:
         """The mask on the pairs (q[i], q[i]): broadcastable to [B, H, q]."""
@@ -122,6 +135,7 @@ def run(
     q: Tensor,
     k: Tensor,
     seen: Callable[[Apply, Tensor, list[Any]], None] | None = None,
+    scores: Tensor | None = None,
 ) -> Tensor:
     """The program on tensors that broadcast; `seen` is told each operation, result and operands."""
     known: dict[int, Tensor] = {}
@@ -132,6 +146,8 @@ def run(
                 return leaves[index].reshape(()) if scalar else leaves[index]
             case Position(of):
                 return q if of == "query" else k
+            case Score():
+                return scores
             case Number(number, dtype, scalar):
                 shape = () if scalar else (1, 1, 1, 1)
                 return torch.full(shape, number, dtype=dtype, device=q.device)

@@ -26,6 +26,7 @@ from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
 from seqcomp.runtime.attention.needed import Returned, Route
+from seqcomp.runtime.attention.score_tile import ScoreTile
 from seqcomp.runtime.attention.sums import Part, TokenSum, summed
 from seqcomp.runtime.attention.tiling import Tiling
 from seqcomp.runtime.comm import Communicator, Pending
@@ -79,7 +80,7 @@ class Ring:
             start = self.travel.place(self.rank, source, start)
         return slice(start, start + task.k_stop - task.k_start)
 
-    def mask(self, task: TileTask, source: int) -> Tensor | HiddenRows:
+    def mask(self, task: TileTask, source: int) -> Tensor | HiddenRows | ScoreTile:
         """Of a PARTIAL tile."""
         return self.tiling.mask(task, self.rank, source, self.heads)
 
@@ -100,7 +101,8 @@ def backward(
 ) -> tuple[Grads, list[Tensor]]:
     """dq, dk, dv in accumulator dtype, and what the mask's trained inputs get.
 
-    ``out`` in the dtype of q, ``lse`` as from ``forward``.
+    ``out`` in the dtype of q, ``lse`` as from ``forward``. Both out and dout may have more columns
+    than v, whose values are zeros there.
     """
     dq = TokenSum(q)
     trained = [torch.zeros_like(x) for x in ring.tiling.trained]
@@ -279,9 +281,10 @@ def _add_mask_gradient(
     mask = ring.mask(task, source)
     if isinstance(mask, HiddenRows):  # as its kernels compute these rows
         q, mask = q.masked_fill(mask.swallowed(q), 0.0), mask.mask
-    cotangent = math_kernel.mask_gradient(
+    v = torch.nn.functional.pad(v, (0, dout.shape[-1] - v.shape[-1]))
+    cotangent, scores = math_kernel.mask_gradient(
         dout, q, k, v, out, lse, scale=ring.scale, mask=mask, softcap=ring.softcap
     )
-    parts = ring.tiling.gradients(task, ring.rank, source, ring.heads, cotangent)
+    parts = ring.tiling.gradients(task, ring.rank, source, ring.heads, cotangent, scores)
     for total, part in zip(totals, parts, strict=True):
         total.add_(part)

@@ -22,6 +22,7 @@ from seqcomp.runtime.attention.heads import of_heads
 from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.pair_bounds import bounds
 from seqcomp.runtime.attention.pair_mask import PairMask
+from seqcomp.runtime.attention.score_tile import ScoreTile
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 CPU_PARTS = 8  # its flash kernel takes twice as long for a pair of a triangle as of a rectangle
@@ -37,9 +38,16 @@ class Tiling(ABC):
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]: ...
 
     def gradients(
-        self, task: TileTask, rank: int, source: int, heads: Sequence[int], cotangent: Tensor
+        self,
+        task: TileTask,
+        rank: int,
+        source: int,
+        heads: Sequence[int],
+        cotangent: Tensor,
+        scores: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """What the cotangent [B, H, rows, columns] of one tile's mask gives to `trained`."""
+        """What the cotangent [B, H, rows, columns] of one tile's mask, or of what its `scores`
+        become, gives to `trained`."""
         return ()
 
     def travel(self) -> Travel | None:
@@ -49,9 +57,14 @@ class Tiling(ABC):
     @abstractmethod
     def mask(
         self, task: TileTask, rank: int, source: int, heads: Sequence[int]
-    ) -> Tensor | HiddenRows:
+    ) -> Tensor | HiddenRows | ScoreTile:
         """Of a PARTIAL tile: boolean (True is seen) or additive, broadcastable to
         [B, H, rows, columns]. `heads`: for each of this rank's, one of the mask."""
+
+    @property
+    def modifies(self) -> bool:
+        """Whether scores become others, in all tiles; `mask` says how."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -146,24 +159,37 @@ class DataTiling(Tiling):
         travel = Travel(keys, tuple(tuple(seen(row[source]) for source in ranks) for row in rows))
         return travel if travel.saves() else None
 
+    @property
+    def modifies(self) -> bool:
+        return self._mask.mod is not None
+
     def mask(
         self, task: TileTask, rank: int, source: int, heads: Sequence[int]
-    ) -> Tensor | HiddenRows:
+    ) -> Tensor | HiddenRows | ScoreTile:
         rows = slice(task.q_start, task.q_stop)
         q = self._positions(rank)[rows]
         k = self._positions(source)[task.k_start : task.k_stop]
-        values = self._mask.evaluate([_of_heads(x, heads) for x in self._leaves], q, k)
+        leaves = [_of_heads(x, heads) for x in self._leaves]
+        values = self._mask.evaluate(leaves, q, k)
         padded = self._is_padding(source)
         if padded is not None:
             hidden = -torch.inf if self._mask.additive else False
             values = values.masked_fill(padded[task.k_start : task.k_stop], hidden)
+        if self.modifies:
+            return ScoreTile(values, self._mask, leaves, q, k)
         best = self._best.get(rank)
         if best is None:
             return values
         return HiddenRows.lifted(values, _of_heads(best, heads)[:, :, rows])
 
     def gradients(
-        self, task: TileTask, rank: int, source: int, heads: Sequence[int], cotangent: Tensor
+        self,
+        task: TileTask,
+        rank: int,
+        source: int,
+        heads: Sequence[int],
+        cotangent: Tensor,
+        scores: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         q = self._positions(rank)[task.q_start : task.q_stop]
         k = self._positions(source)[task.k_start : task.k_stop]
@@ -172,7 +198,11 @@ class DataTiling(Tiling):
         for at, leaf in zip(self._trained_at, inputs, strict=True):
             leaves[at] = leaf
         with torch.enable_grad():
-            mask = self._mask.evaluate([_of_heads(x, heads) for x in leaves], q, k)
+            own = [_of_heads(x, heads) for x in leaves]
+            if scores is None:
+                mask = self._mask.evaluate(own, q, k)
+            else:
+                mask = self._mask.modified(scores, own, q, k)
         return torch.autograd.grad(mask, inputs, cotangent.sum_to_size(mask.shape).to(mask.dtype))
 
     def _positions(self, rank: int) -> Tensor:
@@ -230,7 +260,7 @@ class DataTiling(Tiling):
         padded = self._is_padding(source)
         kinds = torch.full(empty.shape, PARTIAL, dtype=torch.int8)
         kinds[empty.cpu()] = EMPTY
-        if not self.trained:  # a bias of zeros has a gradient too
+        if not self.trained and not self.modifies:  # a bias of zeros has a gradient too
             kinds[full.cpu()] = FULL
             for index in range(min(kinds.shape)):
                 rows = slice(index * block, (index + 1) * block)

@@ -21,7 +21,8 @@ from tests.fixtures.compare import (
     compare_grads,
     value_distance,
 )
-from tests.fixtures.families import needs_torchtitan, titan
+from tests.fixtures.families import needs_torchtitan, titan, titan_documents, titan_flex
+from tests.fixtures.flex import unfused
 from tests.fixtures.lockstep import whole_gradients
 from tests.fixtures.models import default_dtype
 from tests.fixtures.parity import data_slice, slice_batch
@@ -172,19 +173,38 @@ def test_lengths_and_checkpoints() -> None:
         assert all(torch.equal(state[name], value) for name, value in original.items())
 
 
-def test_block_masks_are_refused() -> None:
-    """torchtitan's own default, FlexAttention, takes masks that no capture can."""
-    from torchtitan.models.common.attention import FlexAttention
+@pytest.mark.parametrize("rows", [2, 1])  # torchtitan makes another mask for one row
+@pytest.mark.parametrize("spec", ["llama3/debugmodel", "qwen3/debugmodel"])
+def test_flex_attention_of_packed_documents(spec: str, rows: int) -> None:
+    """torchtitan's own default, with the positions and the block mask that its trainer passes."""
 
-    def flex() -> nn.Module:
-        model: nn.Module = build()
-        for layer in model.layers.values():
-            layer.attention.inner_attention = FlexAttention(FlexAttention.Config())
-        return model
+    def flex() -> Any:
+        torch.manual_seed(0)
+        with default_dtype(torch.float64):
+            return titan_flex(spec)
 
-    def step(model: nn.Module, context: RankContext, local: dict[str, Any]) -> None:
-        model(local["tokens"])
+    tokens = batch()["tokens"][:rows]
+    packed = torch.tensor([[*range(10), *range(6)], [*range(3), *range(13)]])[:rows]
+    call = titan_documents(packed)
+    alone = flex()
+    with unfused():
+        want = alone(tokens, **call)
+        whole = alone(tokens, **titan_documents(torch.arange(16).expand(rows, -1)))
+        want.pow(2).sum().backward()
+    gradients = {n: p.grad for n, p in alone.named_parameters()}
+    # Control: documents are another result.
+    assert value_distance(want, whole, TOLERANCE) > CLEARLY_WRONG
 
-    with pytest.raises(seqcomp.PlanError, match="SC301") as refused:
-        lockstep(flex, "ring_2", step, inputs=batch())
-    assert "BlockMask" in str(refused.value)
+    def step(model: nn.Module, context: RankContext, local: dict[str, Any]) -> Any:
+        logits = model(**local)
+        logits.pow(2).sum().backward()
+        return (
+            value_distance(want, logits, TOLERANCE),
+            compare_grads(gradients, whole_gradients(model, context), TOLERANCE),
+        )
+
+    # The weights are cut before the first call: its masks are not made up.
+    given = {"inputs": {"tokens": tokens, **call}, "prepare": True, "timeout": 300}
+    for logits, (gradient, worst) in lockstep(flex, "ring_2+megatron_sp_2", step, **given):
+        assert logits <= 1
+        assert gradient <= 1, worst

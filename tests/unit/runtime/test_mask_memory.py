@@ -12,7 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from seqcomp.layout.masks import Tile
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime.attention import AttentionPlan, attention
-from seqcomp.runtime.attention.pair_mask import Apply, Leaf, PairMask, Position
+from seqcomp.runtime.attention.pair_mask import (
+    Apply,
+    Leaf,
+    Lookup,
+    PairMask,
+    Position,
+    Score,
+)
 from seqcomp.runtime.attention.tiling import DataTiling
 from seqcomp.runtime.threads import run_ranks
 
@@ -108,6 +115,33 @@ def test_no_square_is_made_and_memory_stays_small(kind: str) -> None:
 
     for elements in run_ranks(fn, {"ring": 2}):
         assert elements <= length * 64  # S^2 / 512
+
+
+def test_a_score_mod_is_evaluated_tile_by_tile() -> None:
+    """Also its backward, and that of the table that it looks up."""
+    length, layout = 8192, SequenceLayout("zigzag", 2)
+    bias = Lookup(0, GAP)
+    mod = Apply(aten.tanh.default, (Apply(aten.add.Tensor, (Score(), bias)),))
+    near = both(CAUSAL, Apply(aten.lt.Scalar, (GAP, 512)))
+    program = PairMask(near, trained=(0,), tables=(0,), mod=mod)
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 1, length // 2, 8) for _ in range(3)]
+
+    def fn(context: Any) -> tuple[int, float]:
+        table = torch.zeros(length, 1, 1, 1, requires_grad=True)
+        inputs = [x.clone().requires_grad_() for x in whole]
+        tiling = DataTiling(program, [table], layout, length, DEVICE)
+        with Largest() as largest:
+            plan = AttentionPlan(None, layout)
+            out = attention(*inputs, plan, tiling, ring=context.comm(("ring",)))
+            out.square().sum().backward()
+        assert table.grad is not None
+        assert not table.grad[512:].any()
+        return largest.elements, float(table.grad[:512].abs().min())
+
+    for elements, least in run_ranks(fn, {"ring": 2}):
+        assert elements <= length * 128  # S^2 / 64
+        assert least > 0
 
 
 def test_control_a_dense_mask_would_be_seen() -> None:
