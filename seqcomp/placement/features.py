@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -163,12 +163,12 @@ def _first_behind(lead: Sequence[Size], shape: Sequence[Size]) -> Size | None:
     return rest[0] if rest else None
 
 
-def feeds(node: Node, capture: Capture) -> bool:
-    """Whether an attention or a linear is computed from the value of `node`."""
+def feeds(node: Node, targets: Collection[Node]) -> bool:
+    """Whether an attention, or one of `targets`, is computed from the value of `node`."""
     work, seen = [node], {node}
     while work:
         for user in work.pop().users:
-            if op_name(user) == "attention" or is_linear(user, capture):
+            if op_name(user) == "attention" or user in targets:
                 return True
             if user not in seen:
                 seen.add(user)

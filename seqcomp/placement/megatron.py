@@ -145,8 +145,8 @@ def _plan_mlp(plan: TensorPlan, capture: Capture, node: Node) -> None:
 def _plan_vocabulary(plan: TensorPlan, capture: Capture, linears: Iterable[Node]) -> None:
     """Embeddings of token ids, and linears that give one number per word of such a vocabulary.
 
-    Known from sizes, and from standing behind the last attention and linear, alone: calls with and
-    without labels must agree on the cut.
+    Known from sizes, and from standing behind the last attention, alone: calls with and without
+    labels must agree on the cut. Of linears in a row the last one gives the words.
     """
     words = set()
     for node in capture.graph.nodes:
@@ -160,8 +160,9 @@ def _plan_vocabulary(plan: TensorPlan, capture: Capture, linears: Iterable[Node]
             else:
                 words.add(rows)
                 plan.roles[node] = "vocabulary"
+    heads = {node for node in linears if node not in plan.roles and width(node) in words}
     for node in linears:
-        if node not in plan.roles and width(node) in words and not feeds(node, capture):
+        if node in heads and not feeds(node, heads):
             plan.roles[node] = "vocabulary"
 
 
