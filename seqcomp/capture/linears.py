@@ -1,7 +1,7 @@
 """Linear layers in one form, whatever they were written as.
 
-`addmm(bias, x.view(-1, in), weight)` with a weight [in, out] (Conv1D of transformers), `x @ weight`,
-`x @ weight.T` and a linear between two views that flatten and restore its tokens all become
+`addmm(bias, x.view(-1, in), weight)` with a weight [in, out] (Conv1D of transformers), `x @ weight`
+or `x @ weight.T`, and a linear between two views that flatten and restore its tokens all become
 `linear(x [..., in], weight [out, in], bias)` on the tokens as they are.
 """
 

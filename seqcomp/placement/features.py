@@ -18,6 +18,10 @@ SPLITS = ("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.tensor_spli
           "aten.unsafe_split", "aten.unsafe_chunk", "aten.unsafe_split_with_sizes")  # fmt: skip
 
 
+_WITHIN_HEADS = ("aten.slice", "aten.select", "aten.index", "aten.rms_norm", "aten.layer_norm",
+                 "aten.mean")  # fmt: skip
+
+
 def is_linear(node: Node, capture: Capture) -> bool:
     """A linear whose weight is a parameter, or a slice or the transpose of one."""
     if node.op != "call_function" or op_name(node) != "aten.linear":
@@ -56,13 +60,13 @@ def from_words(node: Any, capture: Capture) -> bool:
 
 
 def sources(
-    node: Node, capture: Capture, shared: dict[Node, int] | None = None
+    node: Node, capture: Capture, heads: int = 0, shared: dict[Node, int] | None = None
 ) -> set[Node] | None:
     """The linears that `node` is made of, token by token and feature group by feature group.
 
-    None where something in between mixes features or comes from elsewhere. Of what all heads share
-    (the rotary part of latent attention's keys) the expansion over heads is put into `shared`, with
-    the dim of the heads, and not followed.
+    None where something in between mixes features or comes from elsewhere. Of what all `heads` share
+    (the rotary part of latent attention's keys) the expansion over them is put into `shared`, with
+    their dim, and not followed.
     """
     found: set[Node] = set()
     seen: set[Node] = set()
@@ -75,7 +79,7 @@ def sources(
         if is_linear(item, capture):
             found.add(item)
             continue
-        if shared is not None and (dim := _expanded(item, capture)) is not None:
+        if shared is not None and (dim := _expanded(item, heads, capture)) is not None:
             shared[item] = dim
             continue
         operands = _passes_through(item, capture)
@@ -99,7 +103,7 @@ def _passes_through(node: Node, capture: Capture) -> list[Node] | None:
         return [node.args[0]] if per_head else None
     if name in VIEWS:
         return [node.args[0]]
-    if name in ("aten.slice", "aten.select", "aten.rms_norm", "aten.layer_norm", "aten.mean"):
+    if name in _WITHIN_HEADS:
         # Behind the view into heads: per head, or along head_dim (rotary halves).
         return [node.args[0]] if _is_per_head(node.args[0]) else None
     if name == "aten.cat":
@@ -109,13 +113,13 @@ def _passes_through(node: Node, capture: Capture) -> list[Node] | None:
     return None
 
 
-def _expanded(node: Node, capture: Capture) -> int | None:
-    """The one dim of a fixed size that is 1 before this expansion."""
+def _expanded(node: Node, heads: int, capture: Capture) -> int | None:
+    """The one dim that is 1 before this expansion and `heads` behind it."""
     if op_name(node) not in ("aten.expand", "aten.expand_as", "aten.broadcast_to"):
         return None
     own, shape = capture.shape(node.args[0]), capture.shape(node)
     grown = [i for i, (a, b) in enumerate(zip(own, shape, strict=False)) if a != b]
-    alone = len(own) == len(shape) and len(grown) == 1 and shape[grown[0]].is_Integer
+    alone = len(own) == len(shape) and len(grown) == 1 and shape[grown[0]] == heads
     return grown[0] if alone else None
 
 
@@ -141,13 +145,18 @@ def _is_per_head(node: Node) -> bool:
     return node.meta["val"].ndim >= 4
 
 
-def by_heads(linear: Node, heads: int, capture: Capture) -> bool:
-    """Whether the features of a linear are viewed as [heads, ...]: a cut of rows cuts heads."""
+def by_heads(linear: Node, heads: int, capture: Capture, degree: int) -> bool:
+    """Whether a cut of rows cuts heads: the features are viewed as [heads, ...], or as groups of
+    heads that `degree` divides."""
     lead = capture.shape(linear)[:-1]
-    return bool(linear.users) and all(
-        op_name(user) in VIEWS and _first_behind(lead, capture.shape(user)) == heads
+    counts = {
+        _first_behind(lead, capture.shape(user)) if op_name(user) in VIEWS else None
         for user in linear.users
-    )
+    }
+    count = counts.pop() if len(counts) == 1 else None
+    if count is None or not count.is_Integer:
+        return False
+    return count == heads or (heads % int(count) == 0 and int(count) % degree == 0)
 
 
 def _first_behind(lead: Sequence[Size], shape: Sequence[Size]) -> Size | None:

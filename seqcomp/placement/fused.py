@@ -29,15 +29,34 @@ def separate_fused(capture: Capture) -> None:
     for node in list(capture.graph.nodes):
         if not is_linear(node, capture):
             continue
-        parts = parts_of_dim(node, node.meta["val"].ndim - 1, capture)
+        lifts = _lifts(node)
+        held = lifts[-1] if lifts else node
+        parts = parts_of_dim(held, held.meta["val"].ndim - 1, capture)
         if parts is not None and _disjoint([(start, end) for _, start, end in parts]):
             for part, start, end in parts:
-                editor.replace(part, _part(editor, node, start, end))
+                value = _part(editor, node, start, end)
+                for lift in lifts:
+                    value = editor.call(lift.target, (value, *lift.args[1:]), before=part)
+                editor.replace(part, value)
         elif (stack := _stacked(capture, node)) is not None:
             _unstack(editor, node, stack)
         elif (heads := _groups_of_heads(capture, node)) is not None:
             _ungroup(editor, node, heads)
     capture.graph.eliminate_dead_code()
+
+
+def _lifts(linear: Node) -> list[Node]:
+    """The new dims of 1 before its features that a result is given first of all."""
+    found: list[Node] = []
+    held = linear
+    while len(held.users) == 1:
+        (user,) = held.users
+        ndim = user.meta["val"].ndim if is_tensor(user) else 0
+        if op_name(user) != "aten.unsqueeze" or user.args[1] % ndim == ndim - 1:
+            break
+        found.append(user)
+        held = user
+    return found
 
 
 def _disjoint(ranges: list[tuple[int, int]]) -> bool:

@@ -106,7 +106,7 @@ def _plan_attention(plan: TensorPlan, capture: Capture, node: Node) -> None:
         return
     outs = next_linears(node, capture)
     shared: dict[Node, int] = {}
-    found = [sources(operand, capture, shared) for operand in node.args[:3]]
+    found = [sources(operand, capture, info.heads, shared) for operand in node.args[:3]]
     if not outs or not all(found):
         return
     counts = (info.heads, info.kv_heads, info.kv_heads)
@@ -115,13 +115,11 @@ def _plan_attention(plan: TensorPlan, capture: Capture, node: Node) -> None:
     for made, count, dim in zip(found, counts, widths, strict=True):
         for linear in made or ():
             if (linear in roles or width(linear) != count * dim) and not by_heads(
-                linear, count, capture
+                linear, count, capture, plan.degree
             ):
                 return
             # Of fewer KV heads than ranks every rank makes all and uses its own.
             roles[linear] = "gathered" if count % plan.degree else "column"
-    if any(int(n.meta["val"].shape[dim]) != info.heads for n, dim in shared.items()):
-        return
     plan.roles.update(roles)
     plan.roles.update(dict.fromkeys(outs, "row"))
     plan.shared.update(shared)
