@@ -64,9 +64,9 @@ def sources(
 ) -> set[Node] | None:
     """The linears that `node` is made of, token by token and feature group by feature group.
 
-    None where something in between mixes features or comes from elsewhere. Of what all `heads` share
-    (the rotary part of latent attention's keys) the expansion over them is put into `shared`, with
-    their dim, and not followed.
+    None where something in between mixes features or comes from elsewhere. Of what all `heads`
+    share (the rotary part of latent attention's keys) the expansion over them is put into
+    `shared`, with their dim, and not followed.
     """
     found: set[Node] = set()
     seen: set[Node] = set()
