@@ -22,6 +22,7 @@ _PER_TOKEN = frozenset(
     {"labels", "targets", "position_ids", "positions", "attention_mask", "loss_mask",
      "token_type_ids", *_PRIMARY}
 )  # fmt: skip
+_IMAGES = frozenset({"pixel_values", "pixel_values_videos", "image", "images", "video", "videos"})
 _STATEFUL = ("past_key_values", "past_key_value", "cache_params", "kv_cache")
 
 
@@ -152,6 +153,7 @@ def classify_inputs(call: Call, given: Callable[[str], Any]) -> tuple[InputDims 
     `given(name)` returns the plan's own entry for an input (attributes batch, seq) or None.
     Without one, the primary input (input_ids, inputs_embeds, x, ... else the first tensor of
     two dims or more) is [batch, seq, ...] and sizes equal to its sizes are taken for the same.
+    Images [batch, channels, height, width] have no sequence: the model makes one of them.
     """
     tensors = {
         name: leaf
@@ -168,6 +170,9 @@ def classify_inputs(call: Call, given: Callable[[str], Any]) -> tuple[InputDims 
         spec = given(name)
         if spec is not None:
             result.append(InputDims(name, _given_dims(leaf, spec)))
+        elif is_image(name, leaf, primary):
+            lead = BATCH if leaf.shape[0] == batch else None
+            result.append(InputDims(name, (lead, *(None,) * (leaf.ndim - 1))))
         else:
             result.append(InputDims(name, _inferred_dims(name, leaf, batch, length)))
     return tuple(result)
@@ -180,6 +185,12 @@ def primary_input(tensors: Mapping[str, torch.Tensor]) -> str | None:
     return next((name for name, t in tensors.items() if t.ndim >= 2), None)
 
 
+def is_image(name: str, tensor: torch.Tensor, primary: str | None) -> bool:
+    """Floating [batch, channels, ..., height, width]: by its name, or as the first input."""
+    own = name in _IMAGES or name == primary
+    return own and tensor.is_floating_point() and tensor.ndim >= 4
+
+
 def _primary_sizes(
     primary: str | None, tensors: Mapping[str, torch.Tensor], given: Callable[[str], Any]
 ) -> tuple[int | None, int | None]:
@@ -187,7 +198,7 @@ def _primary_sizes(
         return None, None
     tensor, spec = tensors[primary], given(primary)
     if spec is None:
-        return tensor.shape[0], tensor.shape[1]
+        return tensor.shape[0], None if is_image(primary, tensor, primary) else tensor.shape[1]
     dims = _given_dims(tensor, spec)
     sizes = [tensor.shape[dims.index(role)] if role in dims else None for role in (BATCH, SEQ)]
     return sizes[0], sizes[1]

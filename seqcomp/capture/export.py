@@ -41,7 +41,7 @@ class Capture:
     dims: tuple[InputDims | None, ...]
     output_names: tuple[str, ...]
     out_spec: pytree.TreeSpec
-    canonical: dict[sympy.Symbol, Size]
+    canonical: dict[Size, Size]  # symbols of torch, and the length of a sequence made inside
     hints: dict[sympy.Symbol, int]
     batch: Size | None
     length: Size | None

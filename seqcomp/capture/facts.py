@@ -11,6 +11,7 @@ from seqcomp.capture.call import bind_call, classify_inputs, signature_of
 from seqcomp.capture.canonical import canonicalise
 from seqcomp.capture.edit import op_name
 from seqcomp.capture.export import Capture, export_call
+from seqcomp.capture.inner import inner_sequence
 from seqcomp.capture.recognise import AttentionInfo, recognise_attention
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.layout.masks import Band, Causal, Full
@@ -28,6 +29,7 @@ def facts_of(
             vocab = vocab or size
             hidden = hidden or int(node.args[0].meta["val"].shape[1])
     config = getattr(module, "config", None)
+    length, made_in = (inner_sequence(capture) if capture.length is None else None) or (None, "")
     return ModelFacts(
         attentions=tuple(
             AttentionFacts(
@@ -44,6 +46,8 @@ def facts_of(
         mlp_width=getattr(config, "intermediate_size", None),
         layers=len({a.where for a in attentions}),
         vocab=vocab,
+        length=length,
+        made_in=made_in,
     )
 
 

@@ -17,6 +17,10 @@ VIEWS = frozenset(
     )
 )  # fmt: skip
 
+CONVOLUTIONS = (
+    "aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution", "aten.conv_transpose1d",
+)  # fmt: skip
+
 DROPOUTS = ("aten.dropout", "aten.dropout_", "aten.feature_dropout", "aten.feature_dropout_")
 
 # Element-wise in fact though not tagged so.

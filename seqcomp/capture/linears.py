@@ -1,7 +1,7 @@
 """Linear layers in one form, whatever they were written as.
 
 `addmm(bias, x.view(-1, in), weight)` with a weight [in, out] (Conv1D of transformers), `x @ weight`
-and a linear between two views that flatten and restore its tokens all become
+or `x @ weight.T`, and a linear between two views that flatten and restore its tokens all become
 `linear(x [..., in], weight [out, in], bias)` on the tokens as they are.
 """
 
@@ -25,7 +25,9 @@ def linears_pass(capture: Capture) -> None:
         parts = _product(capture, node) if is_tensor(node) else None
         if parts is not None:
             x, weight, bias = parts
-            turned = editor.call(aten.t.default, (weight,), before=node)
+            turned = _untransposed(weight)
+            if turned is None:
+                turned = editor.call(aten.t.default, (weight,), before=node)
             args = (x, turned) if bias is None else (x, turned, bias)
             editor.replace(node, editor.call(aten.linear.default, args, before=node))
     for node in list(capture.graph.nodes):
@@ -44,10 +46,22 @@ def _product(capture: Capture, node: Node) -> tuple[Node, Node, Node | None] | N
         bias, (x, weight) = None, node.args
     else:
         return None
-    if weight.op != "placeholder" or weight.name not in capture.parameters:
+    stored = _untransposed(weight) or weight
+    if stored.op != "placeholder" or stored.name not in capture.parameters:
         return None
-    fits = weight.meta["val"].ndim == 2 and x.meta["val"].ndim >= 2 and x is not weight
+    fits = weight.meta["val"].ndim == 2 and x.meta["val"].ndim >= 2 and x is not stored
     return (x, weight, bias) if fits else None
+
+
+def _untransposed(matrix: Node) -> Node | None:
+    """What `matrix` is the transpose of."""
+    name, args = op_name(matrix), matrix.args
+    turned = (
+        name in ("aten.t", "aten.numpy_T", "aten.mT")
+        or (name == "aten.transpose" and args[1] % 2 != args[2] % 2)
+        or (name == "aten.permute" and [d % 2 for d in args[1]] == [1, 0])
+    )
+    return args[0] if turned else None
 
 
 def _unflatten(capture: Capture, editor: Editor, linear: Node) -> None:

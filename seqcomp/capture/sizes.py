@@ -20,11 +20,15 @@ BATCH_SYMBOL = sympy.Symbol("B", positive=True, integer=True)
 LENGTH_SYMBOL = sympy.Symbol("S", positive=True, integer=True)
 
 
-def expression(value: Any, canonical: Mapping[sympy.Symbol, Size]) -> Size:
-    """The size `value` (int or SymInt) with the symbols of the capture replaced by B and S."""
+def expression(value: Any, canonical: Mapping[Size, Size]) -> Size:
+    """The size `value` (int or SymInt) with the symbols of the capture replaced by B and S.
+
+    A number is replaced too where `canonical` has it.
+    """
     if isinstance(value, torch.SymInt):
         return sympy.expand(value.node.expr.xreplace(dict(canonical)))
-    return sympy.Integer(int(value))
+    number = sympy.Integer(int(value))
+    return canonical.get(number, number)
 
 
 class SpecialisedSizeError(Exception):

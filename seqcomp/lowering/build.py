@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import sympy
 import torch
 
 from seqcomp.capture.call import Call, InputDims
 from seqcomp.capture.canonical import canonicalise
 from seqcomp.capture.export import export_call
 from seqcomp.capture.facts import facts_of
+from seqcomp.capture.inner import name_length, patches_pass
 from seqcomp.capture.recognise import recognise_attention
 from seqcomp.capture.rows import recognise_rows
 from seqcomp.capture.sizes import LENGTH_SYMBOL, SpecialisedSizeError
@@ -56,18 +58,8 @@ def build_program(request: Request) -> Program:
     module, sizes, resolved = request.module, request.sizes, request.resolved
     _refuse_hooks(module)
     mesh = mesh_view(resolved)
-    if mesh.degrees and sizes.batch is None and sizes.length is None:
-        raise PlanError(
-            [
-                diagnostic(
-                    "SC503",
-                    where=type(module).__name__,
-                    found="no input with a batch and a sequence dim",
-                    legal="a tensor [batch, sequence, ...] among the inputs",
-                    help="name the dims in the plan: inputs: {x: {batch: 0, seq: 1}}",
-                )
-            ]
-        )
+    if mesh.batch and sizes.batch is None and sizes.length is None:
+        raise _no_dim(module, "no input with a batch and a sequence dim")
     try:
         graph, context, facts = _lowered(request, symbolic=True)
     except SpecialisedSizeError:
@@ -81,7 +73,7 @@ def build_program(request: Request) -> Program:
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     builder = ScopeBuilder(graph, capture.state, _aliases(module), request.name)
     root = builder.build([placeholders[n] for n in capture.inputs])
-    layout = resolved.layout_for(sizes.length, facts.all_causal)
+    layout = resolved.layout_for(sizes.length or facts.length, facts.all_causal)
     return Program(
         name=request.name,
         capture=capture,
@@ -95,6 +87,23 @@ def build_program(request: Request) -> Program:
         facts=facts,
         cuts=_cuts(context),
         kept=kept,
+    )
+
+
+def _no_dim(module: torch.nn.Module, found: str) -> PlanError:
+    return PlanError(
+        [
+            diagnostic(
+                "SC503",
+                message="there is nothing for the plan to divide",
+                where=type(module).__name__,
+                found=found,
+                legal="a tensor [batch, sequence, ...] among the inputs, or one sequence over "
+                "which all attention of the model runs",
+                help="name the dims in the plan: inputs: {x: {batch: 0, seq: 1}}; a model without "
+                "one sequence (windows, stages of other lengths) runs under data parallelism",
+            )
+        ]
     )
 
 
@@ -118,6 +127,13 @@ def _lowered(
     recognise_windows(capture)
     recognise_rows(capture)
     facts = facts_of(capture, attentions, module)
+    if mesh.sequence and capture.length is None:
+        if facts.length is None:
+            raise _no_dim(module, "no input with a sequence dim, and none that is made inside")
+        capture.length = sympy.Integer(facts.length)
+        patches_pass(capture, facts.length)
+        if resolved.layout_for(facts.length, facts.all_causal).padded(facts.length) != facts.length:
+            name_length(capture, facts.length)
     paths = [path for path, _ in module.named_modules() if path]
     found = check_plan(
         resolved.plan, facts, world_size=resolved.world_size, seq_len=request.sizes.length,

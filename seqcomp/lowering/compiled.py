@@ -181,7 +181,7 @@ class CompiledModule:
         found = self._lookup(variant, sizes)
         if found is None:
             found = self._compile(call, dims, sizes, variant)
-        self._last = (found[0], sizes)
+        self._last = (found[0], found[0].sizes(sizes))
         return found[0], found[1], call
 
     def _bind(
@@ -245,7 +245,7 @@ class CompiledModule:
         batch = sizes.batch
         if batch is not None:
             batch *= self._mesh.degree(self._mesh.batch)
-        layout = self._resolved.layout_for(sizes.length, program.facts.all_causal)
+        layout = self._resolved.layout_for(program.sizes(sizes).length, program.facts.all_causal)
         if layout != program.layout or not program.capture.accepts(batch, sizes.length):
             return False
         self._accepted = (program.name, sizes)

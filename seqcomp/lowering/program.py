@@ -6,7 +6,7 @@ import contextlib
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from seqcomp.lowering import ops
 from seqcomp.lowering.parameters import Cut
 from seqcomp.lowering.scopes import Piece
 from seqcomp.lowering.snapshot import Snapshot
+from seqcomp.lowering.variants import CallSizes
 from seqcomp.plan.facts import ModelFacts
 
 _SLOT = "_seqcomp_pieces"
@@ -44,6 +45,12 @@ class Program:
     facts: ModelFacts
     cuts: Mapping[str, Cut]
     kept: Snapshot | None = None  # the global graph, where the verifier asked for it
+
+    def sizes(self, called: CallSizes) -> CallSizes:
+        """The sizes of a call, with the length of a sequence that the model makes itself."""
+        if called.length is not None:
+            return called
+        return replace(called, length=self.facts.length)
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Joint groups that the program talks to."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -60,6 +61,9 @@ def size_emitter(graph: Graph, context: LoweringContext) -> SizeEmitter:
         if degree > 1:
             node = _root_call(graph, _times, (node, degree))
         symbols[symbol] = node
+    if capture.length == LENGTH_SYMBOL not in symbols:  # of a sequence that the model makes
+        made = capture.hints[LENGTH_SYMBOL]
+        symbols[LENGTH_SYMBOL] = _root_call(graph, operator.pos, (made,))
     return SizeEmitter(graph, symbols)
 
 

@@ -18,7 +18,7 @@ from torch.fx import Node
 from seqcomp.capture.call import BATCH
 from seqcomp.capture.edit import is_tensor, module_path, op_name, place_of
 from seqcomp.capture.export import Capture
-from seqcomp.capture.kinds import VIEWS, is_pointwise
+from seqcomp.capture.kinds import CONVOLUTIONS, VIEWS, is_pointwise
 from seqcomp.capture.rows import rows_at
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
@@ -202,6 +202,8 @@ def _decide_whole(node: Node, env: Env, oracle: Oracle, weights: set[Node]) -> D
 def _starts_sharding(node: Node, weights: set[Node]) -> bool:
     if op_name(node) == "attention":
         return True
+    if op_name(node) in CONVOLUTIONS:
+        return False  # neighbours along a sequence, or the sides of an image
     return any(n in weights for n in tensor_args(node))
 
 

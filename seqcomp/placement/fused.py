@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
 from seqcomp.capture.export import Capture
-from seqcomp.placement.features import is_linear, parts_of_last_dim, width
+from seqcomp.placement.features import is_linear, parts_of_dim, width
 
 aten = torch.ops.aten
 
@@ -29,13 +29,34 @@ def separate_fused(capture: Capture) -> None:
     for node in list(capture.graph.nodes):
         if not is_linear(node, capture):
             continue
-        parts = parts_of_last_dim(node, capture)
+        lifts = _lifts(node)
+        held = lifts[-1] if lifts else node
+        parts = parts_of_dim(held, held.meta["val"].ndim - 1, capture)
         if parts is not None and _disjoint([(start, end) for _, start, end in parts]):
             for part, start, end in parts:
-                editor.replace(part, _part(editor, node, start, end))
+                value = _part(editor, node, start, end)
+                for lift in lifts:
+                    value = editor.call(lift.target, (value, *lift.args[1:]), before=part)
+                editor.replace(part, value)
         elif (stack := _stacked(capture, node)) is not None:
             _unstack(editor, node, stack)
+        elif (heads := _groups_of_heads(capture, node)) is not None:
+            _ungroup(editor, node, heads)
     capture.graph.eliminate_dead_code()
+
+
+def _lifts(linear: Node) -> list[Node]:
+    """The new dims of 1 before its features that a result is given first of all."""
+    found: list[Node] = []
+    held = linear
+    while len(held.users) == 1:
+        (user,) = held.users
+        ndim = user.meta["val"].ndim if is_tensor(user) else 0
+        if op_name(user) != "aten.unsqueeze" or user.args[1] % ndim == ndim - 1:
+            break
+        found.append(user)
+        held = user
+    return found
 
 
 def _disjoint(ranges: list[tuple[int, int]]) -> bool:
@@ -72,6 +93,33 @@ class _Stack:
     chain: tuple[Node, ...]
     picks: tuple[tuple[Node, int], ...]
     dim: int
+
+
+def _groups_of_heads(capture: Capture, linear: Node) -> list[tuple[Node, int, int]] | None:
+    """(part, start, end) where a result is viewed as [..., heads, d] and used by disjoint heads.
+
+    One KV head behind the query heads (multi-query attention).
+    """
+    (view, *more) = linear.users or [None]
+    lead = capture.shape(linear)[:-1]
+    if more or view is None or op_name(view) not in _RESHAPES:
+        return None
+    at, shape = len(lead), capture.shape(view)
+    if shape[:at] != lead or len(shape) != at + 2 or not shape[at].is_Integer:
+        return None
+    parts = parts_of_dim(view, at, capture)
+    if parts is None or not _disjoint([(start, end) for _, start, end in parts]):
+        return None
+    return parts
+
+
+def _ungroup(editor: Editor, linear: Node, parts: list[tuple[Node, int, int]]) -> None:
+    for part, start, end in parts:
+        dim = int(part.meta["val"].shape[-1])
+        value = _part(editor, linear, start * dim, end * dim)
+        lead = value.meta["val"].ndim - 1
+        args = (value, lead, [end - start, dim])
+        editor.replace(part, editor.call(aten.unflatten.int, args, before=part))
 
 
 def _stacked(capture: Capture, linear: Node) -> _Stack | None:

@@ -23,7 +23,7 @@ from seqcomp.diagnostics import Diagnostic, diagnostic
 from seqcomp.placement.features import (
     by_heads,
     ends_in,
-    feeds_attention,
+    feeds,
     from_words,
     is_linear,
     next_linears,
@@ -41,13 +41,15 @@ class TensorPlan:
     """Role of each linear and embedding node; specs of the parameters that are cut.
 
     `gathered` linears keep whole weights but run on gathered tokens (K/V beyond the KV heads).
-    A weight may be cut where it is used without being cut where it lives.
+    A weight may be cut where it is used without being cut where it lives. `shared` expansions give
+    every head what was made once for all of them: each rank expands it over its own heads, `dim`.
     """
 
     axis: str
     degree: int
     roles: dict[Node, Role] = field(default_factory=dict)
     specs: dict[Node, Spec] = field(default_factory=dict)
+    shared: dict[Node, int] = field(default_factory=dict)
     findings: list[Diagnostic] = field(default_factory=list)
 
 
@@ -97,12 +99,14 @@ def _plan_attention(plan: TensorPlan, capture: Capture, node: Node) -> None:
     """q, k and v by heads: each of linears of its own, or of one that makes them head by head.
 
     Several linears may add up to one of them (an adapter beside its base), or share the output.
+    What is made once for all heads is not cut.
     """
     info: AttentionInfo = node.meta["attention"]
     if info.heads % plan.degree:
         return
     outs = next_linears(node, capture)
-    found = [sources(operand, capture) for operand in node.args[:3]]
+    shared: dict[Node, int] = {}
+    found = [sources(operand, capture, info.heads, shared) for operand in node.args[:3]]
     if not outs or not all(found):
         return
     counts = (info.heads, info.kv_heads, info.kv_heads)
@@ -111,13 +115,14 @@ def _plan_attention(plan: TensorPlan, capture: Capture, node: Node) -> None:
     for made, count, dim in zip(found, counts, widths, strict=True):
         for linear in made or ():
             if (linear in roles or width(linear) != count * dim) and not by_heads(
-                linear, count, capture
+                linear, count, capture, plan.degree
             ):
                 return
             # Of fewer KV heads than ranks every rank makes all and uses its own.
             roles[linear] = "gathered" if count % plan.degree else "column"
     plan.roles.update(roles)
     plan.roles.update(dict.fromkeys(outs, "row"))
+    plan.shared.update(shared)
 
 
 def _plan_mlp(plan: TensorPlan, capture: Capture, node: Node) -> None:
@@ -139,7 +144,7 @@ def _plan_vocabulary(plan: TensorPlan, capture: Capture, linears: Iterable[Node]
     """Embeddings of token ids, and linears that give one number per word of such a vocabulary.
 
     Known from sizes, and from standing behind the last attention, alone: calls with and without
-    labels must agree on the cut.
+    labels must agree on the cut. Of linears in a row the last one gives the words.
     """
     words = set()
     for node in capture.graph.nodes:
@@ -153,8 +158,9 @@ def _plan_vocabulary(plan: TensorPlan, capture: Capture, linears: Iterable[Node]
             else:
                 words.add(rows)
                 plan.roles[node] = "vocabulary"
+    heads = {node for node in linears if node not in plan.roles and width(node) in words}
     for node in linears:
-        if node not in plan.roles and width(node) in words and not feeds_attention(node):
+        if node in heads and not feeds(node, heads):
             plan.roles[node] = "vocabulary"
 
 

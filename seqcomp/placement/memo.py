@@ -63,6 +63,7 @@ class DecisionMemo:
             tuple(self._operand(item) for item in operands),
             self._result(node),
             self._env.role(node),
+            self._env.shared_heads(node),
             bool(node.users),
             node in self._whole,
             replace(info, where="") if isinstance(info, AttentionInfo) else None,

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from seqcomp.capture.call import SEQ
 from seqcomp.capture.edit import is_tensor, module_path, op_name
 from seqcomp.capture.export import Capture
+from seqcomp.capture.kinds import CONVOLUTIONS
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, Size, evaluate, product
 from seqcomp.capture.windows import Window
 from seqcomp.diagnostics import Diagnostic, diagnostic
@@ -23,9 +25,6 @@ from seqcomp.placement.rule import Decision, MeshView
 
 _PRODUCTS = ("aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.__matmul__")
 _NORMS = ("aten.layer_norm", "aten.rms_norm", "aten._fused_rms_norm", "aten.group_norm")
-_CONVOLUTIONS = (
-    "aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution", "aten.conv_transpose1d",
-)  # fmt: skip
 _BORROWERS = ("aten.to", "aten.type_as", "aten.view_as", "aten.reshape_as", "aten.expand_as")
 # Mean, variance, scale and shift; a convention, since norms are bound by memory.
 _PER_ELEMENT_OF_A_NORM = 8
@@ -109,11 +108,15 @@ def _axes_of_tokens(node: Node, capture: Capture, mesh: MeshView) -> Iterator[st
     """The axes that could share this node's work: those of the sequence, those of the batch."""
     values = [n for n in (node, *node.all_input_nodes) if is_tensor(n)]
     sizes = [size for value in values for size in capture.shape(value)]
+    # A convolution of an image makes the tokens of sides that are no tokens yet.
+    makes = op_name(node) in CONVOLUTIONS and all(
+        d is None or d.index(SEQ) is None for d in capture.dims
+    )
     for symbol, extent, axes in (
         (BATCH_SYMBOL, capture.batch, mesh.batch),
         (LENGTH_SYMBOL, capture.length, mesh.sequence),
     ):
-        if any(size.has(symbol) or size == extent for size in sizes):
+        if makes or any(size.has(symbol) or size == extent for size in sizes):
             yield from axes
 
 
@@ -145,7 +148,7 @@ def _flops(node: Node, capture: Capture) -> Size | None:
         return work / 2 if isinstance(node.meta["attention"].mask, Causal) else work
     if name in _NORMS:
         return _PER_ELEMENT_OF_A_NORM * out
-    if name in _CONVOLUTIONS or (isinstance(node.target, Window) and node.target.mixes_channels):
+    if name in CONVOLUTIONS or (isinstance(node.target, Window) and node.target.mixes_channels):
         weight = capture.shape(node.args[1])
         return 2 * out * product(weight[1:])
     return None

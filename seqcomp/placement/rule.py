@@ -78,6 +78,10 @@ class Env:
         """What Megatron-SP makes of a linear or an embedding."""
         return self.tensor.roles.get(node) if self.tensor else None
 
+    def shared_heads(self, node: Node) -> int | None:
+        """The dim over which this expansion gives all heads the same, where heads are cut."""
+        return self.tensor.shared.get(node) if self.tensor else None
+
     def inner_tokens(self, spec: Spec) -> Spec:
         """Tokens that the outer sequence axes cut, cut over the tensor axis too if it is free."""
         axis = self.mesh.tensor

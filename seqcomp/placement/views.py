@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from seqcomp.capture.edit import argument, op_name
-from seqcomp.placement.rule import Decision, Env, Rule, gather_all, tensor_args
+from seqcomp.placement.rule import Decision, Env, Rule, gather_all, summed, tensor_args
 from seqcomp.placement.spec import Dim, Factor, Spec, merged, regroup, whole
 
 
@@ -93,6 +93,11 @@ def expand_rule(node: Node, env: Env) -> Decision:
     for i, size in enumerate(shape):
         at = i - missing
         dims.append(spec.dims[at] if at >= 0 and own[at] == size else whole(size))
+    heads, axis = env.shared_heads(node), env.mesh.tensor
+    if heads is not None and axis is not None:  # each rank over its own heads, of all tokens
+        spec = summed(spec.without([axis]))
+        dims = list(Spec(tuple(dims)).without([axis]).dims)
+        dims[heads] = (Factor(shape[heads], (axis,)),)
     wants = {source: spec, **_shape_givers(node, Spec(tuple(dims)))}
     return Decision(wants, Spec(tuple(dims), spec.partial))
 

@@ -19,7 +19,10 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model as the rules see it; widths in elements, ``length`` in tokens, None = unknown."""
+    """A model as the rules see it; widths in elements, ``length`` in tokens, None = unknown.
+
+    ``made_in``: the module with the first attention over a sequence that no input has.
+    """
 
     attentions: tuple[AttentionFacts, ...]
     hidden: int
@@ -27,6 +30,7 @@ class ModelFacts:
     layers: int = 0
     vocab: int | None = None
     length: int | None = None
+    made_in: str = ""
 
     @property
     def all_causal(self) -> bool:

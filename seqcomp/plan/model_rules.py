@@ -189,13 +189,19 @@ def length_fits(plan: Plan, facts: ModelFacts | None, seq_len: int | None) -> Fo
                     legal=near,
                 )
                 continue
+            inside = facts.made_in if facts is not None and length == facts.length else ""
+            message = f"the sequence length {length} is not a multiple of {factor} ({sizes})"
+            advice = f"use a length of {_one_of(near)}"
+            if inside:
+                message = f"{message}: the model makes this sequence of its inputs itself"
+                advice = f"use inputs that give {_one_of(near)} tokens (class tokens count)"
             yield diagnostic(
                 "SC206",
-                where=where,
-                message=f"the sequence length {length} is not a multiple of {factor} ({sizes})",
+                where=inside or where,
+                message=message,
                 found=length,
                 legal=near,
-                help=f"use a length of {_one_of(near)}, or set padding: pad",
+                help=f"{advice}, or set padding: pad",
             )
 
 

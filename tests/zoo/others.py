@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -41,6 +42,7 @@ WHISPER = {
 }  # fmt: skip
 VISION = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
           "intermediate_size": 96, "image_size": 32, "patch_size": 8}  # fmt: skip
+PORTRAIT = {**VISION, "image_size": (40, 24)}
 WAVE = {
     **SMALL, "conv_dim": (16, 16), "conv_stride": (4, 2), "conv_kernel": (4, 2),
     "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
@@ -57,8 +59,13 @@ def longer_target() -> Inputs:
     return {"input_ids": ids(LENGTH // 2), "labels": ids(seed=5)}
 
 
-def images() -> Inputs:
-    return {"pixel_values": drawn(BATCH, 3, 32, 32)}
+def images(height: int = 32, width: int = 32) -> Inputs:
+    return {"pixel_values": drawn(BATCH, 3, height, width)}
+
+
+def portraits() -> Inputs:
+    """15 patches of 8 x 8: with a class token they are 16 tokens."""
+    return images(40, 24)
 
 
 def patches() -> Inputs:
@@ -112,7 +119,14 @@ ENCODER_DECODERS = tuple(
 VISION_SPEECH = tuple(
     Entry(name, kind, make, call, inputs)
     for name, kind, make, call, inputs in (
-        ("ViT, from images", "vision", hf("ViTModel", **VISION), images, None),
+        ("ViT, from images", "vision", hf("ViTModel", **PORTRAIT), portraits, None),
+        ("ViT, from images of 17 tokens", "vision", hf("ViTModel", **VISION), images, None),
+        ("DeiT, from images", "vision", hf("DeiTModel", **{**VISION, "image_size": (56, 16)}),
+         partial(images, 56, 16), None),
+        ("DINOv2 with registers, from images", "vision", hf(
+            "Dinov2WithRegistersModel", **VISION, num_register_tokens=3), images, None),
+        ("CLIP vision, from images", "vision", hf("CLIPVisionModel", **VISION), images, None),
+        ("SigLIP vision, from images", "vision", hf("SiglipVisionModel", **VISION), images, None),
         ("Swin, shifted windows, from images", "vision", hf(
             "SwinModel", image_size=32, patch_size=4, embed_dim=32, depths=[2, 2],
             num_heads=[2, 4], window_size=4, drop_path_rate=0.0), images, None),

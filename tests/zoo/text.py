@@ -17,6 +17,7 @@ LATENT = {
     **SMALL, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16,
     "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
@@ -35,8 +36,14 @@ def short() -> Inputs:
 
 def mrope() -> Inputs:
     """Positions [3, batch, sequence] that differ between the axes."""
-    position = (ids(seed=4) % 32)[None] + (ids(seed=5) % 7)[None]
-    return {"input_ids": ids(), "position_ids": position.repeat(3, 1, 1)}
+    return {"input_ids": ids(), "position_ids": torch.stack([ids(seed=n) % 32 for n in (4, 5, 6)])}
+
+
+def mrope_packed() -> Inputs:
+    """The same behind a row of text positions [4, batch, sequence] that tell documents apart."""
+    call = mrope()
+    text = packed()["position_ids"][None]
+    return {**call, "position_ids": torch.cat([text, call["position_ids"]])}
 
 
 def tokens() -> Inputs:
@@ -120,7 +127,19 @@ DECODERS = (
         "MinistralForCausalLM", **GROUPED, head_dim=16, sliding_window=7)),
     _decoder("Qwen2-VL text, mRoPE", hf(
         "Qwen2VLTextModel", **GROUPED,
-        rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3]}), mrope),
+        rope_parameters=MROPE), mrope),
+    _decoder("Qwen2.5-VL text, mRoPE", hf(
+        "Qwen2_5_VLTextModel", **GROUPED, rope_parameters=MROPE), mrope),
+    _decoder("Qwen2.5-VL text, mRoPE, packed", hf(
+        "Qwen2_5_VLTextModel", **GROUPED, rope_parameters=MROPE), mrope_packed),
+    _decoder("Qwen3-VL text, mRoPE", hf(
+        "Qwen3VLTextModel", **GROUPED, head_dim=16, rope_parameters=MROPE), mrope),
+    _decoder("Qwen3-VL text, mRoPE, packed", hf(
+        "Qwen3VLTextModel", **GROUPED, head_dim=16, rope_parameters=MROPE), mrope_packed),
+    _decoder("Falcon, grouped heads", hf(
+        "FalconForCausalLM", vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True, bos_token_id=1,
+        eos_token_id=2)),
 )  # fmt: skip
 
 # transformers' grouped products, its default, have no fp64 kernel on CPU.
