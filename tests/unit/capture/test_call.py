@@ -20,6 +20,7 @@ from seqcomp.capture.call import (
     primary_input,
 )
 from seqcomp.diagnostics import PlanError
+from seqcomp.plan.schema import InputSpec
 
 B, S, D = 2, 6, 5
 IDS = torch.zeros(B, S, dtype=torch.long)
@@ -262,3 +263,34 @@ def test_leaves_of_containers_are_classified_by_their_sizes() -> None:
     assert found["batch.tokens"] == (BATCH, SEQ)
     assert found["batch.table"] == (SEQ, None)
     assert found["batch.n"] is None
+
+
+def dims_of(names: dict[str, torch.Tensor], **given: Any) -> dict[str, tuple[str | None, ...]]:
+    def forward(**kwargs: Any) -> None: ...
+
+    call = bind(forward, **names)
+    return {d.name: d.dims for d in classify_inputs(call, given.get) if d is not None}
+
+
+def test_images_have_no_sequence() -> None:
+    """Neither their channels, nor a side as long as the text beside them."""
+    image = torch.zeros(B, 3, S, S)
+    batch_only = (BATCH, None, None, None)
+    assert dims_of({"pixel_values": image}) == {"pixel_values": batch_only}
+    assert dims_of({"x": image, "labels": torch.zeros(B)}) == {"x": batch_only, "labels": (BATCH,)}
+    assert dims_of({"input_ids": IDS, "pixel_values": image})["pixel_values"] == batch_only
+    # A bias of scores has as many dims and two sequences.
+    mask = dims_of({"input_ids": IDS, "attention_mask": torch.zeros(B, 1, S, S)})
+    assert mask["attention_mask"] == (BATCH, None, SEQ, SEQ)
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+@pytest.mark.parametrize(("batch", "length"), [(2, 6), (1, 6), (3, 6), (4, 6), (2, 3), (3, 3)])
+def test_positions_of_several_axes(axes: int, batch: int, length: int) -> None:
+    """[axes, batch, sequence] whatever sizes happen to agree, as a plan may say too."""
+    ids = torch.zeros(batch, length, dtype=torch.long)
+    positions = ids.expand(axes, batch, length)
+    found = dims_of({"input_ids": ids, "position_ids": positions})
+    assert found["position_ids"] == (None, BATCH, SEQ)
+    said = InputSpec(batch=1, seq=2)
+    assert dims_of({"input_ids": ids, "position_ids": positions}, position_ids=said) == found
