@@ -175,13 +175,28 @@ def _rows_of(
             yield row("all_reduce", 2 * (degree - 1) * size // degree, "forward")
             if backward and op.cotangent == "partial":
                 yield row("all_reduce", 2 * (degree - 1) * size // degree, "backward")
-        case ops.SumGradient() if backward:
+        case ops.SumGradient() if backward and _is_differentiated(node, values):
             # Gradients narrower than fp32 are added up in fp32.
             wide = operand.numel() * max(operand.element_size(), 4)
             sent = 2 * (degree - 1) * wide // degree
             yield row("all_reduce", sent, "backward", overlappable=True)
         case _:
             assert isinstance(op, _SILENT), f"the report does not know what {op} sends"
+
+
+def _is_differentiated(node: Node, values: Mapping[Node, Any]) -> bool:
+    """Whether an output depends on it through more than indices and comparisons."""
+    waiting, seen = [node], set[Node]()
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output":
+                return True
+            made = values.get(user)
+            parts = made if isinstance(made, tuple | list) else (made,)
+            if user not in seen and any(isinstance(x, Tensor) and x.requires_grad for x in parts):
+                seen.add(user)
+                waiting.append(user)
+    return False
 
 
 def _bucket(
