@@ -129,7 +129,7 @@ PADDED_RING = Mesh(
     SequenceLayout("zigzag", 5, 1),
 )
 PADDED_USP = Mesh(
-    MeshView({"ring": 2, "ulysses": 4}, ("ring", "ulysses"), (), pads=True),
+    MeshView({"ring": 2, "ulysses": 4}, ("ring", "ulysses"), (), pads=True, striped="ring"),
     SequenceLayout("striped", 2, 4),
 )
 

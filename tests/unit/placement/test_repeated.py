@@ -115,7 +115,7 @@ IDS = {"input_ids": torch.arange(B * S).view(B, S)}
 @pytest.mark.parametrize("name", REPEATED)
 def test_repeated_work_is_a_note_with_its_flops(name: str, plan: str, axes: str, data: int) -> None:
     mix, operation, flops = REPEATED[name]
-    if name == "convolution of stride 2" and data > 1:  # has no rule at all: its batch is gathered too
+    if name == "convolution of stride 2" and data > 1:  # without a rule: so is its batch
         axes, data = f"data+{axes}", 1
     (found,) = findings(mixer(mix), plan, IDS)
     assert found.severity == "note"
