@@ -118,7 +118,8 @@ def _differences(outcomes: list[Outcome]) -> list[Diagnostic]:
 
 _HELP = {
     "weights": "seed every rank alike, or load or broadcast the weights before parallelize",
-    "program": "build the same model with the same configuration on every rank",
+    "program": "build the same model with the same configuration on every rank, and start all with "
+    "PYTHONHASHSEED=0 where its code goes through a set of names (transformers' ModernBERT does)",
     "plan": "give every rank the same plan",
     "world": "give every rank the same mesh",
     "training": "call train() or eval() on all ranks",

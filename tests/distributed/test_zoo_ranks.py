@@ -24,9 +24,9 @@ SAMPLE = (
     ("Llama, padded left", "ring, zigzag"),
     ("Gemma 2, eager, softcap", "ring x Megatron-SP"),
     ("MPT, ALiBi", "Megatron-SP"),
-    ("gpt-oss, sinks, window", "USP"),
+    ("gpt-oss, sinks, window, batched_mm", "USP"),
     ("T5, padded encoder", "ring x Megatron-SP"),
-    ("ModernBERT, window", "Ulysses"),
+    ("EuroBERT", "Ulysses"),
     ("BART, longer target", "USP"),
     ("wav2vec 2", "Megatron-SP"),
 )
