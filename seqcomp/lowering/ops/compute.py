@@ -20,6 +20,7 @@ from seqcomp.runtime.attention import AttentionPlan, Transport, attention
 from seqcomp.runtime.attention.pair_mask import PairMask
 from seqcomp.runtime.attention.tiling import DataTiling, StaticTiling, Tiling
 from seqcomp.runtime.tokens import Tokens
+from seqcomp.runtime.units import run_whole
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class TokenLocal(Op):
         module, sizes = rank.module, rank.context.sizes
 
         def token_local(inputs: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-            results = self.unit.run(module, inputs, parameters)
+            results = run_whole(functools.partial(self.unit.run, module), inputs, parameters)
             wanted = self.shapes([x.shape for x in inputs], sizes)
             if [tuple(x.shape) for x in results] != wanted:
                 found = [tuple(x.shape) for x in results]

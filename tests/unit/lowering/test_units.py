@@ -15,7 +15,7 @@ from seqcomp.diagnostics import PlanError
 from seqcomp.runtime.comm import RankContext
 from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import plans
-from tests.fixtures.experts import SPEC, routed
+from tests.fixtures.experts import SPEC, listed, routed
 from tests.fixtures.models import build, default_dtype, inputs
 
 PLANS = [
@@ -41,6 +41,28 @@ def test_every_gradient_is_that_of_one_device(plan: plans.Plan) -> None:
     assert any("SC405" in text and "mlp.experts" in text for text in report.findings) == (
         "tensor" in plan["mesh"]
     )
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=plans.name)
+def test_experts_without_a_token_on_some_rank(plan: plans.Plan) -> None:
+    """The sums of gradients go on: a rank that met no token of an expert adds zeros."""
+    report = seqcomp.verify(listed, marked(plan, "**.mlp"), inputs_fn=lambda: inputs(SPEC))
+    assert report.ok, str(report)
+    assert 0 < report.max_grad_rel < 1e-12
+
+
+def test_control_ranks_meet_different_experts() -> None:
+    def step(model: nn.Module, context: RankContext, local: dict[str, Any]) -> set[int]:
+        model(**local)  # compiles, which calls it on made-up tokens
+        routing = model.get_submodule("layers.1.mlp")
+        routing.met.clear()
+        model(**local)["loss"].backward()
+        assert all(p.grad is not None for p in model.parameters())
+        return routing.met
+
+    ranks = lockstep(listed, marked(plans.ring(4), "**.mlp"), step, inputs=inputs(SPEC))
+    assert len({frozenset(met) for met in ranks}) > 1
+    assert all(8 not in met for met in ranks)
 
 
 @pytest.mark.parametrize("plan", [plans.usp(2, 2), plans.with_tensor(plans.ring(2), 2)])
