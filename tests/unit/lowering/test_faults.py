@@ -89,8 +89,11 @@ def after_change(
 
 
 def _replaced_linear(m: Any) -> None:
-    torch.manual_seed(11)
     m.mixed = nn.Linear(D, D).to(torch.float64)
+    draw = torch.Generator().manual_seed(11)  # ranks are threads, and share torch's own
+    with torch.no_grad():
+        for parameter in m.mixed.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) / D)
 
 
 def _doubled_inputs(m: Any) -> None:
