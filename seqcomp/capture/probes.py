@@ -21,6 +21,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from seqcomp.capture.structure import Structure
 from seqcomp.diagnostics import PlanError, diagnostic
 
 _SMALL = (2, 6)  # values that sizes of the call take first; one more of each tells them apart
@@ -44,21 +45,15 @@ class Size:
 
 @dataclass(frozen=True)
 class Probed:
-    """What a call returned: tensors by dtype and shape, their container and its other leaves."""
+    """What a call returned: tensors by dtype and shape, and the container that they were in.
 
-    spec: pytree.TreeSpec
-    others: tuple[Any, ...]  # leaves, None where a tensor goes
-    places: tuple[int, ...]
+    `dtype` is the coarsest floating one that the call computed in.
+    """
+
+    structure: Structure
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype | None
-
-    def rebuilt(self, tensors: Sequence[Any]) -> Any:
-        """The module's own output with other tensors."""
-        leaves = list(self.others)
-        for at, tensor in zip(self.places, tensors, strict=True):
-            leaves[at] = tensor
-        return pytree.tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,18 +103,14 @@ class Probe:
             return self._probed(out, watch.coarsest)
 
     def _probed(self, out: Any, coarsest: torch.dtype | None) -> Probed:
-        leaves, spec = pytree.tree_flatten(out)
-        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        others = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
-        if any(not isinstance(x, type(None) | bool | int | float | str) for x in others):
-            raise self._refused("SC313", f"it returns {[type(x).__name__ for x in others]}")
-        tensors = [leaves[i] for i in places]
+        structure, tensors = Structure.of(out)
+        if not all(isinstance(x, type(None) | bool | int | float | str) for x in structure.others):
+            kinds = [type(x).__name__ for x in structure.others]
+            raise self._refused("SC313", f"it returns {kinds}")
         if not tensors:
             raise self._refused("SC313", "it returns no tensor")
         return Probed(
-            spec,
-            others,
-            places,
+            structure,
             tuple(x.dtype for x in tensors),
             tuple(tuple(x.shape) for x in tensors),
             coarsest,
@@ -155,7 +146,10 @@ def output_sizes(
     trials = [first, *({**first, symbol: first[symbol] + 1} for symbol in known)]
     given = [[_shape_at(x, trial, probe) for x in inputs] for trial in trials]
     results = [probe.at(shapes) for shapes in given]
-    alike = {(r.spec, r.others, r.dtypes, tuple(map(len, r.shapes))) for r in map(_key, results)}
+    alike = {
+        (str(r.structure.spec), r.structure.others, r.dtypes, tuple(map(len, r.shapes)))
+        for r in results
+    }
     if len(alike) > 1:
         raise probe.untold("what it returns depends on how many tokens there are")
     outputs = []
@@ -166,18 +160,6 @@ def output_sizes(
         ]
         outputs.append(tuple(sizes))
     return results[0], tuple(outputs)
-
-
-def _key(result: Probed) -> Any:
-    return _Alike(str(result.spec), result.others, result.dtypes, result.shapes)
-
-
-@dataclass(frozen=True)
-class _Alike:
-    spec: str
-    others: tuple[Any, ...]
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
 
 
 def _size(seen: Sequence[int], given: Sequence[Sequence[Sequence[int]]], probe: Probe) -> Size:

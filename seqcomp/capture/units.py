@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import _pytree as pytree
 
 from seqcomp.capture.probes import Probe, Probed, Size, output_sizes
+from seqcomp.capture.structure import Structure
 from seqcomp.diagnostics import PlanError, diagnostic
 
 _NAME = "seqcomp::token_local"
@@ -55,9 +55,7 @@ class Unit:
     path: str
     kind: str
     names: tuple[str, ...]
-    constants: tuple[Any, ...]  # the leaves of the call, None where a tensor goes
-    given: tuple[int, ...]  # places of the tensors among the leaves
-    in_spec: pytree.TreeSpec
+    arguments: Structure  # (args, kwargs) of the call
     results: Probed
     outputs: tuple[tuple[Size, ...], ...]
     marked: bool
@@ -77,23 +75,15 @@ class Unit:
         """Calls the module at `path` below `root`. Raises RuntimeError where it returns another
         structure than at the capture."""
         module = root.get_submodule(self.path)
-        args, kwargs = self.call_with(inputs)
+        args, kwargs = self.arguments.filled(inputs)
         with _reparametrize_module(module, dict(zip(self.names, parameters, strict=True))):
             out = module.forward(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten(out)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if spec != self.results.spec or len(tensors) != len(self.outputs):
+        structure, tensors = Structure.of(out)
+        expected = self.results.structure
+        if (structure.spec, structure.places) != (expected.spec, expected.places):
             raise RuntimeError(f"{self.path} returns another structure than when it was captured")
         # What follows was captured on contiguous values.
         return [x.contiguous() for x in tensors]
-
-    def call_with(self, inputs: Sequence[Tensor]) -> tuple[Any, Any]:
-        """(args, kwargs) of a call with these tensors."""
-        leaves = list(self.constants)
-        for at, tensor in zip(self.given, inputs, strict=True):
-            leaves[at] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self.in_spec)
-        return args, kwargs
 
 
 @dataclass
@@ -155,21 +145,15 @@ def _recorder(path: str, module: nn.Module, units: Units, *, marked: bool) -> Ca
     parameters: Mapping[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        leaves, in_spec = pytree.tree_flatten((args, kwargs))
-        given = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        inputs = [leaves[i] for i in given]
-        for i in (i for i in range(len(leaves)) if i not in given):
-            if not isinstance(leaves[i], _CONSTANTS):
-                raise _untold(path, f"an argument of type {type(leaves[i]).__name__}")
+        arguments, inputs = Structure.of((args, kwargs))
+        for leaf in arguments.others:
+            if not isinstance(leaf, _CONSTANTS):
+                raise _untold(path, f"an argument of type {type(leaf).__name__}")
         if not inputs:
             raise _untold(path, "a call without tensors")
-        constants = tuple(None if i in given else leaf for i, leaf in enumerate(leaves))
 
         def call(tensors: Sequence[Tensor]) -> Any:
-            again = list(constants)
-            for at, tensor in zip(given, tensors, strict=True):
-                again[at] = tensor
-            own_args, own_kwargs = pytree.tree_unflatten(again, in_spec)
+            own_args, own_kwargs = arguments.filled(tensors)
             return original(*own_args, **own_kwargs)
 
         probe = Probe(path, module, parameters, call, inputs)
@@ -178,9 +162,7 @@ def _recorder(path: str, module: nn.Module, units: Units, *, marked: bool) -> Ca
             path=path,
             kind=type(module).__name__,
             names=tuple(parameters),
-            constants=constants,
-            given=given,
-            in_spec=in_spec,
+            arguments=arguments,
             results=results,
             outputs=outputs,
             marked=marked,
@@ -201,7 +183,7 @@ def _recorder(path: str, module: nn.Module, units: Units, *, marked: bool) -> Ca
         for x in tensors:  # what is refused for its hidden gradient is refused behind a unit too
             if wanted and x.dtype.is_floating_point:
                 x.requires_grad_()
-        return results.rebuilt(tensors)
+        return results.structure.filled(tensors)
 
     return forward
 

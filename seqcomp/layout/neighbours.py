@@ -7,12 +7,11 @@ travels: as many tokens as the window is wide, at each end of a run, whatever th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from seqcomp.layout.sequence import SequenceLayout
-from seqcomp.layout.travel import Intervals, united
+from seqcomp.layout.travel import Intervals, place_in, united
 
 OUTSIDE = -1
 """The source of what stands before the first token or behind the last one."""
@@ -32,10 +31,11 @@ class Neighbours:
     """What every rank looks at, and what it needs of others for that.
 
     ``runs[rank]``: lengths of the rank's runs of tokens. ``pieces[rank]``: what they look at, one
-    run after the other: of a run of n tokens n + high - low. ``needs[receiver][source]``: local
+    run after the other: of a run of n tokens n + ``width``. ``needs[receiver][source]``: local
     tokens of ``source`` that travel, each once.
     """
 
+    width: int
     runs: tuple[tuple[int, ...], ...]
     pieces: tuple[tuple[Piece, ...], ...]
     needs: tuple[tuple[Intervals, ...], ...]
@@ -54,15 +54,9 @@ class Neighbours:
 
     def place(self, receiver: int, source: int, token: int) -> int:
         """Where a local token of ``source`` is among those that ``receiver`` gets of it."""
-        offset = 0
-        for run in self.needs[receiver][source]:
-            if token in run:
-                return offset + token - run.start
-            offset += len(run)
-        raise AssertionError(f"token {token} of rank {source} does not go to rank {receiver}")
+        return place_in(self.needs[receiver][source], token)
 
 
-@functools.lru_cache(maxsize=64)
 def neighbours(layout: SequenceLayout, length: int, low: int, high: int, wrap: bool) -> Neighbours:
     """The neighbours of all tokens; ``wrap``: the sequence is a circle and has no outside.
 
@@ -97,7 +91,8 @@ def neighbours(layout: SequenceLayout, length: int, low: int, high: int, wrap: b
         )
         for receiver, own in enumerate(pieces)
     )
-    return Neighbours(tuple(tuple(map(len, parts)) for parts in owned), pieces, needs)
+    runs = tuple(tuple(map(len, parts)) for parts in owned)
+    return Neighbours(high - low, runs, pieces, needs)
 
 
 def _looked_at(

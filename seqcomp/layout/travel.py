@@ -55,12 +55,7 @@ class Travel:
 
     def place(self, receiver: int, source: int, key: int) -> int:
         """Where a local key of ``source`` is among those that ``receiver`` gets."""
-        offset = 0
-        for run in self.needs[receiver][source]:
-            if key in run:
-                return offset + key - run.start
-            offset += len(run)
-        raise AssertionError(f"key {key} of rank {source} does not go to rank {receiver}")
+        return place_in(self.needs[receiver][source], key)
 
     def saves(self) -> bool:
         """Whether all ranks together send less than a ring would."""
@@ -93,6 +88,16 @@ def keys_seen(mask: Mask, q_ranges: Sequence[range], k_ranges: Sequence[range]) 
             runs.append(range(seen.start + offset, seen.stop + offset))
         offset += len(k)
     return united(runs)
+
+
+def place_in(runs: Intervals, token: int) -> int:
+    """Where a local token is among those of `runs`, one run behind the other."""
+    offset = 0
+    for run in runs:
+        if token in run:
+            return offset + token - run.start
+        offset += len(run)
+    raise AssertionError(f"token {token} does not travel: {runs}")
 
 
 def united(runs: Iterable[range]) -> Intervals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from seqcomp.capture.inner import name_length, patches_pass
 from seqcomp.capture.recognise import recognise_attention
 from seqcomp.capture.rows import recognise_rows
 from seqcomp.capture.sizes import LENGTH_SYMBOL, SpecialisedSizeError
-from seqcomp.capture.units import Unit
 from seqcomp.capture.windows import recognise_windows
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
@@ -30,7 +29,7 @@ from seqcomp.lowering.program import Program
 from seqcomp.lowering.scopes import ScopeBuilder
 from seqcomp.lowering.snapshot import snapshot
 from seqcomp.lowering.variants import CallSizes, mesh_view
-from seqcomp.placement.rule import MeshView
+from seqcomp.placement.units import unit_notes
 from seqcomp.plan.facts import ModelFacts
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.plan.rules import check_plan
@@ -151,7 +150,7 @@ def _lowered(
         findings=[
             *(f for f in found if f.severity != "error"),
             *_dropped_cache(request),
-            *_unit_notes(capture.units.found, mesh),
+            *unit_notes(capture.units.found, mesh),
         ],
         dump=request.dump / request.name if request.dump is not None else None,
         keep_global=request.keep_global,
@@ -196,31 +195,6 @@ def _dropped_cache(request: Request) -> list[Diagnostic]:
             help="nothing to do; set config.use_cache = False to silence this",
         )
     ]
-
-
-def _unit_notes(units: Sequence[Unit], mesh: MeshView) -> Iterator[Diagnostic]:
-    """SC409 for each kind of module that is a unit without the plan's word; SC405 for weights."""
-    kinds: dict[str, list[str]] = {}
-    for unit in units:
-        if not unit.marked:
-            kinds.setdefault(unit.kind, []).append(unit.path)
-        if mesh.tensor is not None and unit.names:
-            yield diagnostic(
-                "SC405",
-                where=unit.path,
-                found="weights of a module that runs as it is",
-                legal="column-parallel linears whose outputs meet one row-parallel linear",
-                help="exact as it is: the weights are whole on every rank, the work is cut by "
-                "tokens",
-            )
-    for kind, paths in kinds.items():
-        yield diagnostic(
-            "SC409",
-            where=paths[0],
-            found=f"{len(paths)} x {kind}, known to treat each token alone",
-            legal="token_local: true in an override, for modules that are not known",
-            help="nothing to do; seqcomp verify compares them like everything else",
-        )
 
 
 def _cuts(context: LoweringContext) -> dict[str, Cut]:

@@ -61,7 +61,8 @@ def size_emitter(graph: Graph, context: LoweringContext) -> SizeEmitter:
         if degree > 1:
             node = _root_call(graph, _times, (node, degree))
         symbols[symbol] = node
-    if capture.length == LENGTH_SYMBOL not in symbols:  # of a sequence that the model makes
+    if capture.length == LENGTH_SYMBOL and LENGTH_SYMBOL not in symbols:
+        # Of a sequence that the model makes itself.
         made = capture.hints[LENGTH_SYMBOL]
         symbols[LENGTH_SYMBOL] = _root_call(graph, operator.pos, (made,))
     return SizeEmitter(graph, symbols)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from torch.fx import Node
 
@@ -21,13 +20,6 @@ from seqcomp.placement.spec import Spec
 
 FEWEST = 4
 """Tokens of the shortest sequence that is called a loop when its tokens are taken one by one."""
-
-
-@dataclass
-class _Loop:
-    """The tokens that one module takes one by one."""
-
-    positions: set[int] = field(default_factory=set)
 
 
 def refuse_recurrences(
@@ -45,7 +37,7 @@ def refuse_recurrences(
     if not axes or capture.length is None:
         return
     made = _made_of_tokens(capture, axes, native)
-    loops: dict[str, _Loop] = {}
+    loops: dict[str, set[int]] = {}  # by module, the tokens that it takes one by one
     found: dict[str, str] = {}
     for node in capture.graph.nodes:
         if node.op != "call_function" or node in whole or not node.args:
@@ -55,8 +47,7 @@ def refuse_recurrences(
         path = module_path(node)
         positions = set(_taken_alone(node, capture))
         if positions:
-            loop = loops.setdefault(path, _Loop())
-            loop.positions |= positions
+            loops.setdefault(path, set()).update(positions)
         elif _scans_chunks(node, path, decisions):
             found[path] = (
                 "exp(cumsum) over chunks of the sequence: a scan whose state goes from one chunk "
@@ -65,9 +56,9 @@ def refuse_recurrences(
     if capture.length.is_Integer and int(capture.length) >= FEWEST:
         length = int(capture.length)
         found |= {
-            path: f"a loop over the tokens: {len(loop.positions)} of {length} are taken one by one"
-            for path, loop in loops.items()
-            if len(loop.positions) >= length - 1
+            path: f"a loop over the tokens: {len(taken)} of {length} are taken one by one"
+            for path, taken in loops.items()
+            if len(taken) >= length - 1
         }
     if found:
         raise PlanError(list(_errors(found)))

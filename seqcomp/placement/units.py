@@ -6,15 +6,15 @@ what must hold is that its arguments share them out in the same way, and that it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch.fx import Node
 
 from seqcomp.capture.sizes import Size, evaluate, product
 from seqcomp.capture.units import Unit
-from seqcomp.diagnostics import PlanError, diagnostic
-from seqcomp.placement.rule import Decision, Env, Rule, outputs_of, summed
+from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
+from seqcomp.placement.rule import Decision, Env, MeshView, Rule, outputs_of, summed
 from seqcomp.placement.spec import Dim, Factor, Spec, merged, replicated, whole
 
 
@@ -125,6 +125,31 @@ def _refused(unit: Unit, found: str) -> PlanError:
             )
         ]
     )
+
+
+def unit_notes(units: Sequence[Unit], mesh: MeshView) -> Iterator[Diagnostic]:
+    """SC409 for each kind of module that is a unit without the plan's word; SC405 for weights."""
+    kinds: dict[str, list[str]] = {}
+    for unit in units:
+        if not unit.marked:
+            kinds.setdefault(unit.kind, []).append(unit.path)
+        if mesh.tensor is not None and unit.names:
+            yield diagnostic(
+                "SC405",
+                where=unit.path,
+                found="weights of a module that runs as it is",
+                legal="column-parallel linears whose outputs meet one row-parallel linear",
+                help="exact as it is: the weights are whole on every rank, the work is cut by "
+                "tokens",
+            )
+    for kind, paths in kinds.items():
+        yield diagnostic(
+            "SC409",
+            where=paths[0],
+            found=f"{len(paths)} x {kind}, known to treat each token alone",
+            legal="token_local: true in an override, for modules that are not known",
+            help="nothing to do; seqcomp verify compares them like everything else",
+        )
 
 
 UNIT_RULES: dict[str, Rule] = {"token_local": unit_rule}

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from seqcomp.layout.neighbours import OUTSIDE, Neighbours, neighbours
-from seqcomp.layout.sequence import SequenceLayout
+from seqcomp.layout.neighbours import OUTSIDE, Neighbours
 from seqcomp.runtime.comm import Communicator
 from seqcomp.runtime.traffic import Phase
 
@@ -22,22 +21,19 @@ def windowed(
     x: Tensor,
     dim: int,
     comm: Communicator,
-    layout: SequenceLayout,
+    plan: Neighbours,
     *,
-    low: int,
-    high: int,
-    fill: float | None,
+    fill: float,
     inner: Callable[[Tensor], Tensor],
     label: str = "",
 ) -> Tensor:
-    """`inner` on tokens that look at the tokens low to high from themselves.
+    """`inner` on tokens that look at their neighbours.
 
-    x [..., n, ...]: this rank's tokens along `dim`. `inner` turns m + high - low tokens into m.
-    Outside of the sequence stands `fill`; None: the sequence is a circle.
+    x [..., n, ...]: this rank's tokens along `dim`. `inner` turns m + plan.width tokens into m.
+    Outside of the sequence stands `fill`.
     """
-    plan = neighbours(layout, x.shape[dim] * comm.size, low, high, fill is None)
-    out = inner(_Neighbours.apply(x, dim, comm, plan, fill or 0.0, label))
-    runs, width = plan.runs[comm.rank], high - low
+    out = inner(_Neighbours.apply(x, dim, comm, plan, fill, label))
+    runs, width = plan.runs[comm.rank], plan.width
     if len(runs) == 1 or not width:
         return out
     # All runs go through `inner` at once: what straddles two of them is dropped.

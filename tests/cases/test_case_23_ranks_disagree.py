@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.fixtures import plans
 from tests.fixtures.models import M0, build, inputs
@@ -80,3 +83,32 @@ def test_lengths_and_batches_that_change_on_all_ranks(pools: Pools, plan: plans.
     calls = tuple(Call({"seq": s}) for s in (16, 24, 8, 16))
     calls += (Call({"batch": 2}), Call({"batch": 1}))
     check_parity(pools, Case(plan, M0, calls))
+
+
+class InAnyOrder(nn.Module):
+    """Goes through its parts in another order on every rank, as a set of names may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 8)
+        self.parts = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("a", "b", "c", "d")})
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        names, first = list(self.parts), dist.get_rank()
+        x = self.embed(input_ids)
+        return torch.stack([self.parts[n](x).tanh() for n in names[first:] + names[:first]]).sum(0)
+
+
+def in_any_order(spec: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return InAnyOrder()
+
+
+def ids_alone(spec: Any) -> dict[str, Tensor]:
+    return {"input_ids": torch.arange(32).view(2, 16)}
+
+
+@pytest.mark.distributed
+def test_programs_in_another_order_are_refused_and_say_what_to_set(pools: Pools) -> None:
+    case = Case(PLANS[0], build=in_any_order, make_inputs=ids_alone)
+    assert check_refused(pools, case, "program", "PYTHONHASHSEED=0") == ("SC504",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from seqcomp.capture.windows import Window
+from seqcomp.layout.neighbours import Neighbours, neighbours
 from seqcomp.lowering.ops.base import Op, RankBinding
 from seqcomp.runtime.neighbours import windowed
 from seqcomp.runtime.picked import Lookup, tokens_at
@@ -32,9 +34,14 @@ class Windowed(Op):
             self.window,
         )
 
+        @functools.lru_cache(maxsize=4)
+        def plan_of(length: int) -> Neighbours:
+            return neighbours(layout, length, window.low, window.high, window.fill is None)
+
         def run(x: Tensor, *others: Any) -> Tensor:
             return windowed(
-                x, window.dim, comm, layout, low=window.low, high=window.high, fill=window.fill,
+                x, window.dim, comm, plan_of(x.shape[window.dim] * comm.size),
+                fill=window.fill or 0.0,
                 inner=lambda seen: window.apply(seen, others), label=self.label,
             )  # fmt: skip
 

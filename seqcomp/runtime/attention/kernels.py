@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from seqcomp.runtime.attention import hidden_rows, math_kernel
 from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.merge import accumulator_dtype
-from seqcomp.runtime.attention.score_tile import ScoreTile
+from seqcomp.runtime.attention.tile_mask import TileMask
 
 aten = torch.ops.aten
 
@@ -311,18 +311,15 @@ def _no_dropout_state(device: torch.device) -> tuple[Tensor, Tensor]:
     return state[0], state[1]
 
 
-Mask = Tensor | HiddenRows | ScoreTile
-
-
 def _lifting(inner: Kernel) -> Kernel:
     """Takes rows of a mask that finite numbers hide, and more columns of out and dout than of v."""
 
-    def forward(*tensors: Tensor, mask: Mask | None = None, **how: Any) -> Any:
+    def forward(*tensors: Tensor, mask: TileMask | None = None, **how: Any) -> Any:
         if isinstance(mask, HiddenRows):
             return hidden_rows.forward(inner.forward, *tensors, mask=mask, **how)
         return inner.forward(*tensors, mask=mask, **how)
 
-    def backward(dout: Tensor, *tensors: Tensor, mask: Mask | None = None, **how: Any) -> Any:
+    def backward(dout: Tensor, *tensors: Tensor, mask: TileMask | None = None, **how: Any) -> Any:
         extra = dout.shape[-1] - tensors[2].shape[-1]
         if extra:
             wide = [F.pad(x, (0, extra)) for x in tensors[:3]]

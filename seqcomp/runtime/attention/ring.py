@@ -26,8 +26,8 @@ from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
 from seqcomp.runtime.attention.needed import Returned, Route
-from seqcomp.runtime.attention.score_tile import ScoreTile
 from seqcomp.runtime.attention.sums import Part, TokenSum, summed
+from seqcomp.runtime.attention.tile_mask import TileMask
 from seqcomp.runtime.attention.tiling import Tiling
 from seqcomp.runtime.comm import Communicator, Pending
 from seqcomp.runtime.traffic import Phase
@@ -80,7 +80,7 @@ class Ring:
             start = self.travel.place(self.rank, source, start)
         return slice(start, start + task.k_stop - task.k_start)
 
-    def mask(self, task: TileTask, source: int) -> Tensor | HiddenRows | ScoreTile:
+    def mask(self, task: TileTask, source: int) -> TileMask:
         """Of a PARTIAL tile."""
         return self.tiling.mask(task, self.rank, source, self.heads)
 

@@ -23,6 +23,7 @@ from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.pair_bounds import bounds
 from seqcomp.runtime.attention.pair_mask import PairMask
 from seqcomp.runtime.attention.score_tile import ScoreTile
+from seqcomp.runtime.attention.tile_mask import TileMask
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 CPU_PARTS = 8  # its flash kernel takes twice as long for a pair of a triangle as of a rectangle
@@ -55,9 +56,7 @@ class Tiling(ABC):
         return None
 
     @abstractmethod
-    def mask(
-        self, task: TileTask, rank: int, source: int, heads: Sequence[int]
-    ) -> Tensor | HiddenRows | ScoreTile:
+    def mask(self, task: TileTask, rank: int, source: int, heads: Sequence[int]) -> TileMask:
         """Of a PARTIAL tile: boolean (True is seen) or additive, broadcastable to
         [B, H, rows, columns]. `heads`: for each of this rank's, one of the mask."""
 
@@ -163,9 +162,7 @@ class DataTiling(Tiling):
     def modifies(self) -> bool:
         return self._mask.mod is not None
 
-    def mask(
-        self, task: TileTask, rank: int, source: int, heads: Sequence[int]
-    ) -> Tensor | HiddenRows | ScoreTile:
+    def mask(self, task: TileTask, rank: int, source: int, heads: Sequence[int]) -> TileMask:
         rows = slice(task.q_start, task.q_stop)
         q = self._positions(rank)[rows]
         k = self._positions(source)[task.k_start : task.k_stop]

@@ -20,7 +20,6 @@ from tests.fixtures.compare import (
     FP64_WITH_FP32_INSIDE,
     Tolerance,
     compare_grads,
-    field_of,
     reference,
     value_distance,
 )
@@ -35,7 +34,7 @@ from tests.fixtures.flex import (
     unfused,
 )
 from tests.fixtures.lockstep import whole_gradients
-from tests.fixtures.parity import data_slice, slice_batch
+from tests.fixtures.masked_parity import on_ranks
 from tests.fixtures.plans import Plan
 from tests.zoo.entry import GROUPED, hf, labelled, packed, padded
 
@@ -59,20 +58,7 @@ def run(
     """The largest distance of loss, logits and gradients of all ranks, and where it is."""
     with unfused():
         want = reference(make, batch)
-
-    def step(model: nn.Module, context: RankContext, local: dict[str, Any]) -> Any:
-        out = model(**local)
-        loss, logits = field_of(out, "loss"), field_of(out, "logits")
-        assert loss is not None
-        loss.backward()
-        part, parts = data_slice(plan, context.rank)
-        return max(
-            (value_distance(want.loss, loss, tolerance), "loss"),
-            (value_distance(slice_batch(want.logits, part, parts), logits, tolerance), "logits"),
-            compare_grads(want.gradients, whole_gradients(model, context), tolerance),
-        )
-
-    return max(lockstep(make, plan, step, inputs=batch, timeout=300, prepare=True))
+    return on_ranks(make, plan, batch, want, tolerance)
 
 
 @pytest.mark.parametrize("plan", ALL, ids=plans.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.unit.placement.forced import D, Idiom
+from tests.unit.placement.idioms import D, Idiom
 
 PRODUCTS: dict[str, Idiom] = {
     "linear": lambda a: F.linear(a.x, a.weight, a.bias),

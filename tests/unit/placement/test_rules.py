@@ -19,20 +19,22 @@ from tests.unit.placement.forced import (
     DATA_RING,
     PADDED_RING,
     PADDED_USP,
-    SHAPES,
     SPECIAL_RULES_WITH_FORCE,
     USP,
     Case,
-    Expected,
-    Idioms,
     Mesh,
     Outcome,
-    capture_idioms,
     cases_of,
     cut,
-    eager,
     input_spec,
     run_rank,
+)
+from tests.unit.placement.idioms import (
+    SHAPES,
+    Expected,
+    Idioms,
+    capture_idioms,
+    eager,
 )
 from tests.unit.placement.idioms_of_shapes import LOSSES, PRODUCTS, SHAPING
 from tests.unit.placement.idioms_of_tokens import MIXING, POINTWISE, REDUCTIONS, VIEWS
