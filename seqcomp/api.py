@@ -160,7 +160,7 @@ def attach(
     previous = compiled_of(model)
     if previous is not None:
         previous.close()
-    if example_inputs is None and resolved.tensor_size > 1:
+    if example_inputs is None and (resolved.tensor_size > 1 or resolved.fsdp_axes):
         example_inputs = _derived_example(model, resolved)
     dump = os.environ.get("SEQCOMP_DUMP")
     compiled = Compiled(

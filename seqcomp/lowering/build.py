@@ -28,6 +28,7 @@ from seqcomp.lowering.passes import PASSES
 from seqcomp.lowering.program import Program
 from seqcomp.lowering.scopes import ScopeBuilder
 from seqcomp.lowering.snapshot import snapshot
+from seqcomp.lowering.units import candidates, read_inside
 from seqcomp.lowering.variants import CallSizes, mesh_view
 from seqcomp.placement.units import unit_notes
 from seqcomp.plan.facts import ModelFacts
@@ -47,6 +48,7 @@ class Request:
     name: str
     dump: Path | None = None
     keep_global: bool = False
+    sharded: bool = False  # whether FSDP holds the parameters
 
 
 def build_program(request: Request) -> Program:
@@ -85,6 +87,8 @@ def build_program(request: Request) -> Program:
         layout=layout,
         facts=facts,
         cuts=_cuts(context),
+        grad=context.grad,
+        units=None if context.units is None else read_inside(builder.reads, context.units),
         kept=kept,
     )
 
@@ -155,6 +159,8 @@ def _lowered(
         dump=request.dump / request.name if request.dump is not None else None,
         keep_global=request.keep_global,
         is_gathered=resolved.is_gathered,
+        units=candidates(module) if request.sharded else None,
+        mean_over=mesh.batch if resolved.gradients == "mean" else (),
     )
     graph = run_passes(capture.graph, context, PASSES)
     capture.units.probes.clear()  # they hold the module; the program may outlive it

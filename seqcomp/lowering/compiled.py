@@ -34,6 +34,7 @@ from seqcomp.lowering.program import (
     restore_forward,
     uninstall,
 )
+from seqcomp.lowering.sharded import ShardedParameters
 from seqcomp.lowering.variants import (
     CallSizes,
     Variant,
@@ -86,7 +87,9 @@ class CompiledModule:
         self._epoch = 0
         self._closed = False
         tensor = self._mesh.tensor
-        self._cut = CutParameters(module, context, tensor) if tensor else None
+        self._shards = ShardedParameters.of(module, context, resolved)
+        common = self._shards.tensor_mesh if self._shards else None
+        self._cut = CutParameters(module, context, tensor, common) if tensor else None
         vars(module)[_SLOT] = self
         replace_forward(module, _forward)
         axes = tuple(self._mesh.degrees)
@@ -128,6 +131,8 @@ class CompiledModule:
         self._closed = True
         uninstall(self._module)
         restore_forward(self._module)
+        if self._shards is not None and self._shards.units is not None:
+            self._shards.restore()
         if self._cut is not None:
             self._cut.restore()
         vars(self._module).pop(_SLOT, None)
@@ -155,12 +160,19 @@ class CompiledModule:
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the module on this rank. Raises PlanError alike on all ranks."""
-        program, run, call = self._find(args, kwargs)
+        try:
+            program, run, call = self._find(args, kwargs)
+        except PlanError:
+            if self._shards is not None:
+                self._shards.abandon()
+            raise
         leaves = run(self._module, *call.leaves)
         return pytree.tree_unflatten(list(leaves), program.out_spec)
 
     def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Program, Call]:
         """Compiles for a call without running it; its program, and the call as it was bound."""
+        if self._shards is not None and self._shards.dtype is not None:
+            args, kwargs = self._shards.cast((args, kwargs))  # as FSDP casts those of a call
         program, _, call = self._find(args, kwargs)
         return program, call
 
@@ -274,6 +286,7 @@ class CompiledModule:
                             name,
                             self._dump,
                             self._keep_global,
+                            sharded=self._shards is not None,
                         )
                     ),
                 )
@@ -282,7 +295,7 @@ class CompiledModule:
         except Exception as error:
             failure = internal_failure(error, self._where)
         if program is not None and failure is None:
-            failure = self._other_cuts(program)
+            failure = self._other_cuts(program) or self._cannot_shard(program)
         self._consensus.on_compile(
             failure,
             {"program": fingerprint(program), "weights": self._weights()} if program else {},
@@ -291,6 +304,9 @@ class CompiledModule:
         self._context.prepare(program.groups())
         if self._cut is not None and self._cut.cuts is None:
             self._cut.apply(program.cuts)
+        if self._shards is not None and self._shards.units is None:
+            assert program.units is not None
+            self._shards.apply(program.units, program.cuts)
         self._reads[program.name] = [
             (name, self._module.get_buffer(name), self._module.get_buffer(name)._version)
             for name in program.capture.read
@@ -321,7 +337,31 @@ class CompiledModule:
             ]
         )
 
+    def _cannot_shard(self, program: Program) -> PlanError | None:
+        """Parameters are sharded once: a later call must use those of each unit inside of it."""
+        if self._shards is None:
+            return None
+        assert program.units is not None
+        if self._shards.units is None:
+            return self._shards.problem(program.units)
+        outside = set(self._shards.units) - set(program.units)
+        if not outside:
+            return None
+        return PlanError(
+            [
+                diagnostic(
+                    "SC211",
+                    where=self._where,
+                    found=f"this call uses parameters outside of {sorted(outside)}",
+                    legal="calls that use the parameters of a block inside of its forward",
+                    help="pass example_inputs that are like the calls of the training step",
+                )
+            ]
+        )
+
     def _parameters(self) -> contextlib.AbstractContextManager[None]:
+        if self._shards is not None and (self._shards.units is not None or self._shards.dtype):
+            return self._shards.whole()
         return self._cut.whole() if self._cut is not None else contextlib.nullcontext()
 
     def binding(self, program: Program) -> ops.RankBinding:
@@ -338,7 +378,8 @@ class CompiledModule:
     def _weights(self) -> str:
         """A digest of samples of every parameter: equal weights give equal digests."""
         digest = hashlib.sha256()
-        if self._cut is not None and self._cut.cuts is not None:
+        cut = self._cut is not None and self._cut.cuts is not None
+        if cut or (self._shards is not None and self._shards.units is not None):
             return ""  # compared when they were whole
         for name, parameter in self._module.named_parameters():
             if parameter.is_meta:

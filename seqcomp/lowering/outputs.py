@@ -35,6 +35,7 @@ def output_boundary_pass(graph: Graph, context: LoweringContext) -> Graph:
             results.append(None if mode == "drop" else leaf)
         else:
             value, spec = _finish(graph, context, name, mode, leaf, output)
+            value = _averaged(graph, context, leaf, value, spec, output)
             if value is not leaf and leaf in context.traced:
                 context.traced[value] = Traced(context.traced[leaf].source, spec, f"output {name}")
             results.append(value)
@@ -82,6 +83,23 @@ def _finish(
     if alike and differentiable and leaf.op != "placeholder":
         value = call(ops.OwnCotangent(alike), value)
     return value, spec
+
+
+def _averaged(
+    graph: Graph, context: LoweringContext, leaf: Node, value: Node, spec: Spec, output: Node
+) -> Node:
+    """`gradients: mean`: what a data rank's slice contributes counts one part of their number.
+
+    A loss that the model computes is of the global batch already: its gradients are never scaled.
+    """
+    axes = tuple(a for a in context.mean_over if a in spec.axes)
+    if not axes or not context.grad or not leaf.meta["val"].is_floating_point():
+        return value
+    with graph.inserting_before(output):
+        node = graph.call_function(ops.ScaleCotangent(1 / context.mesh.degree(axes)), (value,))
+    node.meta["nn_module_stack"] = {}
+    node.meta["source"] = leaf
+    return node
 
 
 def _own_batch(context: LoweringContext, spec: Spec) -> Spec:

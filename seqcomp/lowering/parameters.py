@@ -32,10 +32,13 @@ class CutParameters:
     have no DeviceMesh, a cut parameter is a plain tensor with the local shape.
     """
 
-    def __init__(self, module: nn.Module, context: RankContext, axis: str):
+    def __init__(
+        self, module: nn.Module, context: RankContext, axis: str, mesh: DeviceMesh | None = None
+    ):
         self._module = module
         self._context = context
         self._axis = axis
+        self._mesh = mesh if mesh is not None else context.device_mesh([(axis,)])
         self._cuts: Mapping[str, Cut] | None = None
         self._shapes: dict[int, torch.Size] = {}
 
@@ -48,31 +51,28 @@ class CutParameters:
         """Cuts the parameters. `cuts` has one entry per tensor, by any of its names."""
         assert self._cuts is None, "already cut"
         comm = self._context.comm((self._axis,))
-        mesh = self._context.device_mesh(self._axis)
         by_tensor = {id(self._module.get_parameter(name)): cut for name, cut in cuts.items()}
         made: dict[int, nn.Parameter] = {}
         for owner, name, parameter in self._places():
             cut = by_tensor.get(id(parameter))
             if id(parameter) not in made:
-                made[id(parameter)] = self._part(parameter, cut, comm, mesh)
+                made[id(parameter)] = self._part(parameter, cut, comm)
                 if cut is not None:
                     self._shapes[id(made[id(parameter)])] = parameter.shape
             owner._parameters[name] = made[id(parameter)]
         self._cuts = dict(cuts)
 
-    def _part(
-        self, parameter: nn.Parameter, cut: Cut | None, comm: Communicator, mesh: DeviceMesh | None
-    ) -> nn.Parameter:
+    def _part(self, parameter: nn.Parameter, cut: Cut | None, comm: Communicator) -> nn.Parameter:
         local = parameter.detach()
         if cut is not None:
             own = part(local.shape[cut.dim], comm.size, comm.rank)
             local = local.narrow(cut.dim, own.start, len(own)).clone()
         value: Tensor = local
-        if mesh is not None:
+        if self._mesh is not None:
             placement = Shard(cut.dim) if cut is not None else Replicate()
             value = DTensor.from_local(
                 local,
-                mesh,
+                self._mesh,
                 [placement],
                 run_check=False,
                 shape=parameter.shape,

@@ -23,6 +23,7 @@ from seqcomp.lowering.redistribute import Redistributor
 from seqcomp.lowering.sizes import global_sizes_pass, size_emitter
 from seqcomp.lowering.snapshot import keep_global_pass
 from seqcomp.lowering.tilings import tiling_of
+from seqcomp.lowering.units import units_pass
 from seqcomp.placement.assign import assign
 from seqcomp.placement.repeated import repeated_work
 from seqcomp.placement.rule import Decision
@@ -288,6 +289,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("keep_global", keep_global_pass, ("placement",), ()),
     Pass("redistribute", redistribute_pass, ("placement",), ("local",)),
     Pass("output_boundary", output_boundary_pass, ("local",), ("outputs",)),
-    Pass("sum_gradients", sum_gradients_pass, ("placement", "local"), ("gradients",)),
+    Pass("units", units_pass, ("local", "outputs"), ("units",)),
+    Pass("sum_gradients", sum_gradients_pass, ("placement", "local", "units"), ("gradients",)),
     Pass("hoist_shards", hoist_shards_pass, ("local", "outputs"), ("hoisted",)),
 )

@@ -44,6 +44,8 @@ class Program:
     layout: SequenceLayout
     facts: ModelFacts
     cuts: Mapping[str, Cut]
+    grad: bool  # lowered with gradients on
+    units: tuple[str, ...] | None = None  # modules that may be sharded by themselves (fsdp)
     kept: Snapshot | None = None  # the global graph, where the verifier asked for it
 
     def sizes(self, called: CallSizes) -> CallSizes:

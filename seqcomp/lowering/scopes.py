@@ -55,6 +55,8 @@ class ScopeBuilder:
         self._paths: dict[Key, str] = {}
         self._members: dict[Key, list[Node]] = {}
         self.pieces: list[Piece] = []
+        # For each parameter or buffer, the modules that are being called where it is named.
+        self.reads: dict[str, set[frozenset[str]]] = {}
 
     def build(self, inputs: Sequence[Node]) -> Piece:
         """Builds every piece; the root one takes `inputs` and returns the output tuple."""
@@ -174,12 +176,14 @@ class ScopeBuilder:
     ) -> Piece:
         graph = torch.fx.Graph()
         local: dict[Node, Any] = {node: graph.placeholder(node.name) for node in inputs}
+        called = frozenset(self._paths[scope[:depth]] for depth in range(1, len(scope) + 1))
 
         def lookup(node: Node) -> Any:
             if node not in local:
                 attribute = self._attribute(node, path)
                 assert attribute is not None, f"{node} is not visible in {path or '<root>'}"
                 local[node] = graph.get_attr(attribute)
+                self.reads.setdefault(self._state[node.name], set()).add(called)
             return local[node]
 
         for item in self._sorted_items(scope, placed):

@@ -12,10 +12,6 @@ from seqcomp.plan.schema import Plan
 from seqcomp.plan.source import Path
 
 
-def _strategy(name: str) -> Callable[[Plan], list[Path]]:
-    return lambda plan: [("strategies", name)] if getattr(plan.strategies, name) else []
-
-
 def _option(section: str, key: str, default: object) -> Callable[[Plan], list[Path]]:
     """Places where ``strategies.<section>.<key>`` or ``memory.<key>`` is not the default."""
 
@@ -29,13 +25,9 @@ def _option(section: str, key: str, default: object) -> Callable[[Plan], list[Pa
 
 # (code, a function that gives the places where a plan uses the part)
 NOT_AVAILABLE: tuple[tuple[str, Callable[[Plan], list[Path]]], ...] = (
-    ("SC901", _strategy("fsdp")),
     ("SC905", _option("memory", "checkpoint", "none")),
     ("SC906", _option("memory", "loss_chunks", 1)),
     ("SC907", _option("memory", "offload", "none")),
-    ("SC910", _option("data", "gradients", "sum")),
-    ("SC911", _option("fsdp", "mixed_precision", "none")),
-    ("SC912", _option("fsdp", "offload", "none")),
 )
 
 

@@ -20,6 +20,11 @@ from seqcomp.lowering.program import Program
 from seqcomp.runtime.picked import tokens_at
 from seqcomp.runtime.uneven import pad_to
 
+# Operations whose result is like their operand.
+_SAME = (
+    ops.AllReduce, ops.OwnCotangent, ops.ScaleCotangent, ops.SumGradient, ops.LocalPart,
+    ops.HidePadding,
+)  # fmt: skip
 _MATMULS = ("aten.linear", "aten.matmul", "aten.mm", "aten.addmm", "aten.bmm")
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -50,18 +55,12 @@ def local_values(
     return values
 
 
-def has_backward(program: Program) -> bool:
-    """Whether the program was lowered with gradients on and has something to differentiate."""
-    marks = (ops.SumGradient, ops.OpenBucket, ops.OwnCotangent)
-    return any(isinstance(node.target, marks) for node in program.flat.nodes)
-
-
 @contextlib.contextmanager
 def _modes(program: Program) -> Iterator[None]:
     """Grad mode and autocast as they were in the call."""
     dtype, device = _autocast(program)
     with (
-        torch.set_grad_enabled(has_backward(program)),
+        torch.set_grad_enabled(program.grad),
         torch.autocast(device, dtype, enabled=dtype is not None),
     ):
         yield
@@ -151,8 +150,7 @@ def _imitate(
             return tuple(args)
         case ops.FillBucket():
             return args[0]
-    same = ops.AllReduce | ops.OwnCotangent | ops.SumGradient | ops.LocalPart | ops.HidePadding
-    assert isinstance(op, same), op
+    assert isinstance(op, _SAME), op
     return args[0].view_as(args[0])
 
 

@@ -26,7 +26,7 @@ from seqcomp.strategies.compose import attention_steps
 # Operations over a group that send nothing.
 _SILENT = (
     ops.Shard, ops.OwnCotangent, ops.SumGradient, ops.VocabularyEmbedding, ops.OwnHeads,
-    ops.PadPart, ops.Part, ops.HidePadding, ops.TokensAt,
+    ops.PadPart, ops.Part, ops.HidePadding, ops.TokensAt, ops.ScaleCotangent,
 )  # fmt: skip
 
 

@@ -105,6 +105,11 @@ def own_cotangent(x: Tensor, comm: Communicator) -> Tensor:
     return _OwnCotangent.apply(x, comm)
 
 
+def scale_cotangent(x: Tensor, factor: float) -> Tensor:
+    """Identity; the cotangent is multiplied by ``factor``."""
+    return _ScaleCotangent.apply(x, factor)
+
+
 def all_to_all(
     x: Tensor, scatter_dim: int, gather_dim: int, comm: Communicator, *, label: str = ""
 ) -> Tensor:
@@ -116,6 +121,18 @@ def all_to_all(
     assert scatter_dim != gather_dim
     assert x.shape[scatter_dim] % comm.size == 0, f"{x.shape[scatter_dim]} over {comm.size} ranks"
     return _AllToAll.apply(x, scatter_dim, gather_dim, comm, label)
+
+
+class _ScaleCotangent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
 
 
 class _Shard(torch.autograd.Function):

@@ -60,7 +60,7 @@ class Communicator(ABC):
         """``all_gather`` whose one result comes later; ``x`` must not change before."""
         if self.size == 1:
             return Arrived([x.clone().unsqueeze(0)])
-        self._count("all_gather", (self.size - 1) * _nbytes(x), phase, label)
+        self.count("all_gather", (self.size - 1) * _nbytes(x), phase, label)
         return self._start_all_gather(x.detach().contiguous())
 
     def reduce_scatter(self, x: Tensor, *, phase: Phase = "forward", label: str = "") -> Tensor:
@@ -68,7 +68,7 @@ class Communicator(ABC):
         self._check_rows(x)
         if self.size == 1:
             return x[0].clone()
-        self._count("reduce_scatter", _nbytes(x) // self.size * (self.size - 1), phase, label)
+        self.count("reduce_scatter", _nbytes(x) // self.size * (self.size - 1), phase, label)
         return self._reduce_scatter(x.detach().contiguous())
 
     def all_reduce(
@@ -84,7 +84,7 @@ class Communicator(ABC):
         if self.size == 1:
             return Arrived([x.clone()])
         sent = 2 * (self.size - 1) * _nbytes(x) // self.size
-        self._count("all_reduce", sent, phase, label)
+        self.count("all_reduce", sent, phase, label)
         return self._start_all_reduce(x.detach().contiguous(), op)
 
     def all_to_all(self, x: Tensor, *, phase: Phase = "forward", label: str = "") -> Tensor:
@@ -92,7 +92,7 @@ class Communicator(ABC):
         self._check_rows(x)
         if self.size == 1:
             return x.clone()
-        self._count("all_to_all", _nbytes(x) // self.size * (self.size - 1), phase, label)
+        self.count("all_to_all", _nbytes(x) // self.size * (self.size - 1), phase, label)
         return self._all_to_all(x.detach().contiguous())
 
     def start_exchange(
@@ -116,7 +116,7 @@ class Communicator(ABC):
             return Arrived([x.clone() for x in sends])
         assert to != self.rank != source, "an exchange with oneself"
         if sends:
-            self._count("p2p", sum(map(_nbytes, sends)), phase, label)
+            self.count("p2p", sum(map(_nbytes, sends)), phase, label)
         if receives is None:
             receives = [torch.empty_like(x) for x in sends]
         return self._start_exchange(sends, list(receives), to, source)
@@ -137,7 +137,7 @@ class Communicator(ABC):
         """
         assert len(sends) == len(receives) == self.size, "an item for each rank"
         assert len(sends[self.rank]) == len(receives[self.rank]) == 0, "a message to oneself"
-        self._count(kind, sum(map(_nbytes, sends)), phase, label)
+        self.count(kind, sum(map(_nbytes, sends)), phase, label)
         self._exchange_all([x.detach() for x in sends], list(receives))
 
     @abstractmethod
@@ -160,7 +160,8 @@ class Communicator(ABC):
     @abstractmethod
     def _exchange_all(self, sends: list[Tensor], receives: list[Tensor]) -> None: ...
 
-    def _count(self, kind: str, sent: int, phase: Phase, label: str) -> None:
+    def count(self, kind: str, sent: int, phase: Phase, label: str) -> None:
+        """Add a call of ``kind`` that left ``sent`` bytes of this rank to the counter."""
         self.traffic.add(kind, self.axis, sent, phase, label)
 
     def _check_rows(self, x: Tensor) -> None:
@@ -186,6 +187,11 @@ class KeyValueStore(ABC):
         """Waits until the key is set; TimeoutError when it is not set in time."""
 
 
+def mesh_dim(axes: Sequence[str]) -> str:
+    """Name of a joint group of axes, as a dim of a DeviceMesh and in counts of bytes."""
+    return "+".join(axes)
+
+
 class RankContext(ABC):
     """This rank's place in the mesh. ``sizes`` and ``coords`` list the axes outermost first."""
 
@@ -206,8 +212,11 @@ class RankContext(ABC):
     def comm(self, axes: tuple[str, ...]) -> Communicator:
         """The group of this rank along ``axes``, nested in that order (the last is fastest)."""
 
-    def device_mesh(self, axis: str) -> DeviceMesh | None:
-        """A one-axis DeviceMesh over this rank's group along `axis`; None without processes."""
+    def device_mesh(self, dims: Sequence[tuple[str, ...]]) -> DeviceMesh | None:
+        """A DeviceMesh with one dim for each joint group of axes, named as in ``mesh_dim``.
+
+        None without processes. Its dims are outermost first, as are the axes of each.
+        """
         return None
 
     def prepare(self, axes: Sequence[tuple[str, ...]]) -> None:

@@ -20,6 +20,7 @@ from seqcomp.runtime.comm import (
     Pending,
     RankContext,
     Reduction,
+    mesh_dim,
     sum_in_rank_order,
 )
 from seqcomp.runtime.host import GlooHost, LonelyHost, PrefixedStore
@@ -100,13 +101,30 @@ class ProcessContext(RankContext):
             self._comms[axes] = self._make(axes)
         return self._comms[axes]
 
-    def device_mesh(self, axis: str) -> DeviceMesh | None:
-        communicator = self.comm((axis,))
-        assert isinstance(communicator, ProcessCommunicator)
-        if communicator._group is None:
-            return None
-        _pin(communicator._group)
-        return DeviceMesh.from_group(communicator._group, self.device.type, mesh_dim_names=(axis,))
+    def device_mesh(self, dims: Sequence[tuple[str, ...]]) -> DeviceMesh | None:
+        names = list(self.sizes)
+        rest = [name for name in names if not any(name in dim for dim in dims)]
+        order = [names.index(name) for name in (*rest, *(name for dim in dims for name in dim))]
+        shape = [self._nested(dim)[0] for dim in dims]
+        grids = self._grid.permute(order).reshape(-1, *shape)
+        (mine,) = [grid for grid in grids if (grid == self.rank).any()]
+        groups = [
+            self._mesh_group(dim) or self._dim_group(grids, index) for index, dim in enumerate(dims)
+        ]
+        for group in groups:
+            _pin(group)
+        return DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0],
+            self.device.type,
+            mesh=mine if len(groups) > 1 else None,
+            mesh_dim_names=tuple(map(mesh_dim, dims)),
+        )
+
+    def _dim_group(self, grids: Tensor, index: int) -> dist.ProcessGroup:
+        """The groups along one dim of equal grids of ranks [n, ...]."""
+        rows = grids.movedim(index + 1, -1).reshape(-1, grids.shape[index + 1]).tolist()
+        assert all(row == sorted(row) for row in rows), "a mesh whose ranks are not in order"
+        return self._group(tuple(sorted(tuple(row) for row in rows)))
 
     def close(self) -> None:
         if self._closed:
@@ -119,7 +137,7 @@ class ProcessContext(RankContext):
 
     def _make(self, axes: tuple[str, ...]) -> ProcessCommunicator:
         size, rank = self._nested(axes)
-        name = "+".join(axes)
+        name = mesh_dim(axes)
         if size == 1:
             return ProcessCommunicator(name, [self.rank], rank, self.traffic, None)
         nested = self._nested_ranks(axes)

@@ -36,6 +36,7 @@ from seqcomp.lowering.ops.moves import (
     PadPart,
     Part,
     ReduceScatter,
+    ScaleCotangent,
     Shard,
     SumGradient,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "Place",
     "RankBinding",
     "ReduceScatter",
+    "ScaleCotangent",
     "Remember",
     "RunningSum",
     "Shard",

@@ -168,6 +168,17 @@ class OwnCotangent(Op):
 
 
 @dataclass(frozen=True)
+class ScaleCotangent(Op):
+    """Identity at a module's output: its cotangent is multiplied by a factor."""
+
+    factor: float
+    __name__ = "scale_cotangent"
+
+    def bind(self, rank: RankBinding) -> Callable[..., Any]:
+        return lambda x: collectives.scale_cotangent(x, self.factor)
+
+
+@dataclass(frozen=True)
 class SumGradient(Op):
     """Identity on an input that axes replicate: its cotangent is summed over them."""
 

@@ -1,0 +1,163 @@
+"""FSDP2: its collectives counted and carried like all others, and its state taken off again.
+
+The one file on FSDP's private interface: torch has no call that undoes `fully_shard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from seqcomp.runtime.comm import Communicator
+from seqcomp.runtime.traffic import Phase
+
+
+class CountedAllGather(AllGather):
+    """Gathers the shards of one unit's parameters; on the CPU by messages between pairs."""
+
+    def __init__(self, comm: Communicator, label: str) -> None:
+        self._comm = comm
+        self._label = label
+
+    def allocate(
+        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        phase: Phase = "backward" if _in_backward() else "forward"
+        if input_tensor.device.type == "cpu":
+            rows = self._comm.all_gather(input_tensor, phase=phase, label=self._label)
+            output_tensor.copy_(rows.view(-1))
+            return None
+        self._comm.count("all_gather", (self._comm.size - 1) * _nbytes(input_tensor), phase,
+                         self._label)  # fmt: skip
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class CountedReduceScatter(ReduceScatter):
+    """Sums the gradients of one unit's parameters into shards."""
+
+    def __init__(self, comm: Communicator, label: str) -> None:
+        self._comm = comm
+        self._label = label
+
+    def allocate(
+        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        assert op == dist.ReduceOp.SUM, f"gradients are summed, not {op}"
+        if input_tensor.device.type == "cpu":
+            rows = input_tensor.view(self._comm.size, -1)
+            output_tensor.copy_(
+                self._comm.reduce_scatter(rows, phase="backward", label=self._label)
+            )
+            return None
+        sent = _nbytes(input_tensor) // self._comm.size * (self._comm.size - 1)
+        self._comm.count("reduce_scatter", sent, "backward", self._label)
+        return dist.reduce_scatter_single(
+            output_tensor, input_tensor, group=group, op=op, async_op=async_op
+        )
+
+
+class CountedAllReduce:
+    """Counts the sum of shards over the ranks that replicate them (HSDP); called after it."""
+
+    def __init__(self, comm: Communicator, label: str) -> None:
+        self._comm = comm
+        self._label = label
+
+    def __call__(self, reduced: Tensor) -> None:
+        sent = 2 * (self._comm.size - 1) * _nbytes(reduced) // self._comm.size
+        self._comm.count("all_reduce", sent, "backward", self._label)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+@contextlib.contextmanager
+def as_plain(parts: Sequence[FSDPModule]) -> Iterator[None]:
+    """The modules with their own class and without FSDP's hooks, whatever their parameters."""
+    modules: list[Any] = list(parts)
+    kept = [(type(m), m._forward_pre_hooks, m._forward_hooks) for m in modules]
+    for module in modules:
+        state = module._get_fsdp_state()
+        before, after = state._pre_forward_hook_handle, state._post_forward_hook_handle
+        _own_class(module)
+        module._forward_pre_hooks = _without(module._forward_pre_hooks, before.id)
+        module._forward_hooks = _without(module._forward_hooks, after.id)
+    try:
+        yield
+    finally:
+        for module, (kind, before, after) in zip(modules, kept, strict=True):
+            module.__class__ = kind
+            module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+def release(part: FSDPModule) -> None:
+    """Undoes `fully_shard` of one module: whole parameters in their own dtype, no hooks.
+
+    Collective over the ranks that share the shards.
+    """
+    module: Any = part
+    state = module._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        for item in group.fsdp_params:
+            item.param_dtype = None  # else the values come in that of mixed precision
+        group.unshard()
+        group.wait_for_unshard()
+        for item in group.fsdp_params:
+            value = item.unsharded_param
+            whole = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
+            item._setattr_on_modules(whole)
+            item._post_load_hook_handle.remove()
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    _own_class(module)
+    _module_state_mapping.pop(module, None)
+    for key in (STATE_KEY, REGISTRY_KEY):
+        vars(module).pop(key, None)
+
+
+def _own_class(module: Any) -> None:
+    module.__class__ = type(module).__mro__[FSDPModule._orig_cls_mro_index]
+
+
+def _without(hooks: Any, key: int) -> Any:
+    return OrderedDict((k, hook) for k, hook in hooks.items() if k != key)
