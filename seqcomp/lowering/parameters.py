@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from seqcomp.layout.parts import part
 from seqcomp.runtime.comm import Communicator, RankContext
 from seqcomp.runtime.uneven import pad_part
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class CutParameters:
         self._axis = axis
         self._mesh = mesh if mesh is not None else context.device_mesh([(axis,)])
         self._cuts: Mapping[str, Cut] | None = None
-        self._shapes: dict[int, torch.Size] = {}
+        self._shapes: dict[str, torch.Size] = {}  # of the cut ones, whole
 
     @property
     def cuts(self) -> Mapping[str, Cut] | None:
@@ -51,14 +54,13 @@ class CutParameters:
         """Cuts the parameters. `cuts` has one entry per tensor, by any of its names."""
         assert self._cuts is None, "already cut"
         comm = self._context.comm((self._axis,))
-        by_tensor = {id(self._module.get_parameter(name)): cut for name, cut in cuts.items()}
+        by_tensor = self._by_tensor(cuts)
+        self._shapes = {name: self._module.get_parameter(name).shape for name in cuts}
         made: dict[int, nn.Parameter] = {}
         for owner, name, parameter in self._places():
             cut = by_tensor.get(id(parameter))
             if id(parameter) not in made:
                 made[id(parameter)] = self._part(parameter, cut, comm)
-                if cut is not None:
-                    self._shapes[id(made[id(parameter)])] = parameter.shape
             owner._parameters[name] = made[id(parameter)]
         self._cuts = dict(cuts)
 
@@ -89,10 +91,11 @@ class CutParameters:
             yield
             return
         held = list(self._places())
+        shapes = self._by_tensor(self._shapes)
         made: dict[int, nn.Parameter] = {}
         for owner, name, parameter in held:
             if id(parameter) not in made:
-                shape = self._shapes.get(id(parameter), parameter.shape)
+                shape = shapes.get(id(parameter), parameter.shape)
                 blank = torch.empty((), dtype=parameter.dtype, device=parameter.device)
                 made[id(parameter)] = nn.Parameter(
                     blank.expand(shape), requires_grad=parameter.requires_grad
@@ -110,19 +113,23 @@ class CutParameters:
             return
         comm = self._context.comm((self._axis,))
         made: dict[int, nn.Parameter] = {}
-        by_tensor = {id(self._module.get_parameter(n)): cut for n, cut in self._cuts.items()}
+        by_tensor, shapes = self._by_tensor(self._cuts), self._by_tensor(self._shapes)
         for owner, name, parameter in list(self._places()):
             if id(parameter) not in made:
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 cut = by_tensor.get(id(parameter))
                 value = local.detach()
                 if cut is not None:
-                    size = self._shapes[id(parameter)][cut.dim]
+                    size = shapes[id(parameter)][cut.dim]
                     rows = comm.all_gather(pad_part(value, cut.dim, size, comm))
                     value = torch.cat(list(rows), cut.dim).narrow(cut.dim, 0, size).clone()
                 made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
             owner._parameters[name] = made[id(parameter)]
         self._cuts = None
+
+    def _by_tensor(self, named: Mapping[str, Value]) -> dict[int, Value]:
+        """The values by the tensors that have these names now."""
+        return {id(self._module.get_parameter(name)): value for name, value in named.items()}
 
     def _places(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         for owner in self._module.modules():

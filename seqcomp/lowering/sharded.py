@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +34,33 @@ from seqcomp.runtime.fsdp import (
     release,
 )
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType(
+    {"bf16": torch.bfloat16, "fp16": torch.float16}
+)
+
+
+def sharding_axes(resolved: ResolvedPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes over which parameters are sharded, and those over which the shards are copied.
+
+    Both in mesh order, without axes of size 1 where there are others, and without the tensor axis.
+    """
+    shard, rest = resolved.fsdp_axes, (*resolved.batch_axes, *resolved.sequence_axes)
+    wide = tuple(a for a, size in resolved.axes.items() if size > 1 and a != resolved.tensor_axis)
+    return (
+        tuple(a for a in wide if a in shard) or shard[:1],
+        tuple(a for a in wide if a in rest and a not in shard),
+    )
+
+
+def shard_dim(shape: Sequence[int], ways: int, cut: int | None) -> int:
+    """The dim of a parameter that FSDP shards, of the local `shape` on a tensor rank.
+
+    The first; where the tensor axis cuts that one, another that divides: two axes on one dim
+    interleave, and their parts are then hard to name.
+    """
+    if cut != 0:
+        return 0
+    return next((d for d in range(1, len(shape)) if shape[d] % ways == 0), 0)
 
 
 class ShardedParameters:
@@ -50,16 +77,9 @@ class ShardedParameters:
         self._context = context
         self._reshard = strategy.reshard
         self._offload = strategy.offload == "cpu"
-        self._dtype = _DTYPES.get(strategy.mixed_precision)
+        self._dtype = PRECISIONS.get(strategy.mixed_precision)
         self._tensor = resolved.tensor_axis if resolved.tensor_size > 1 else None
-        shard = resolved.fsdp_axes
-        rest = (*resolved.batch_axes, *resolved.sequence_axes)
-        self.shard_axes = tuple(a for a in shard if resolved.axes[a] > 1) or shard[:1]
-        self.replica_axes = tuple(
-            a
-            for a in resolved.axes
-            if a in rest and a not in shard and a != self._tensor and resolved.axes[a] > 1
-        )
+        self.shard_axes, self.replica_axes = sharding_axes(resolved)
         dims = [self.replica_axes] if self.replica_axes else []
         dims += [self.shard_axes, *([(self._tensor,)] if self._tensor else [])]
         self._mesh = context.device_mesh(dims)
@@ -128,21 +148,16 @@ class ShardedParameters:
         dims = {id(self._module.get_parameter(name)): cut.dim for name, cut in cuts.items()}
         ways = math.prod(self._context.sizes[a] for a in self.shard_axes)
 
-        def placement(parameter: nn.Parameter) -> Shard | None:
-            # Another dim than the tensor axis cuts, where that one divides: two axes on one dim
-            # interleave, and their parts are then hard to name.
+        def placement(parameter: nn.Parameter) -> Shard:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if dims.get(id(parameter)) != 0:
-                return None
-            fits = (d for d in range(1, local.dim()) if local.shape[d] % ways == 0)
-            return next((Shard(d) for d in fits), None)
+            return Shard(shard_dim(local.shape, ways, dims.get(id(parameter))))
 
         with torch.no_grad():
             for parameter in self._module.parameters():
                 if not parameter.is_contiguous():
                     parameter.data = parameter.data.contiguous()
         names = [mesh_dim(self.replica_axes)] if self.replica_axes else []
-        mesh = self._mesh[tuple([*names, mesh_dim(self.shard_axes)])]
+        mesh = self._mesh[(*names, mesh_dim(self.shard_axes))]
         for path in (*self.units, ""):
             part = self._module.get_submodule(path)
             fully_shard(

@@ -19,6 +19,7 @@ from seqcomp.layout.travel import travel_of
 from seqcomp.lowering import ops
 from seqcomp.lowering.program import Program
 from seqcomp.plan.resolve import ResolvedPlan
+from seqcomp.report.sharded import fsdp_rows
 from seqcomp.runtime.attention import kernels
 from seqcomp.strategies.base import AttentionShape, Kind, Phase
 from seqcomp.strategies.compose import attention_steps
@@ -94,6 +95,10 @@ def comm_rows(
                 found.extend(_along(node, node.target, values, resolved, program.layout))
             else:
                 found.extend(_rows_of(node, node.target, values, resolved))
+    found.extend(
+        CommRow(label, kind, axis, 1, sent, phase, overlappable=True)
+        for label, kind, axis, sent, phase in fsdp_rows(program, values, resolved)
+    )
     return tuple(_merged(found))
 
 

@@ -29,9 +29,7 @@ class CountedAllGather(AllGather):
         self._comm = comm
         self._label = label
 
-    def allocate(
-        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -58,9 +56,7 @@ class CountedReduceScatter(ReduceScatter):
         self._comm = comm
         self._label = label
 
-    def allocate(
-        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
