@@ -189,6 +189,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Its error is shown; no collective of the model was started."),
     ("SC506", "error", "the weights differ between ranks",
      "Replicated parameters must be equal before compilation; load or broadcast them first."),
+    ("SC507", "error", "the parameters have no values yet",
+     "A model on meta can be divided, but it must be filled before it is called."),
     # --- not available yet ----------------------------------------------------------------
     ("SC905", "error", "memory.checkpoint is not available yet",
      "Part of the language, not built yet; torch.utils.checkpoint can be used by hand."),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import operator
@@ -21,7 +20,7 @@ from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, ra
 from seqcomp.lowering import ops
 from seqcomp.lowering.build import Request, build_program, fingerprint
 from seqcomp.lowering.consensus import Consensus, internal_failure
-from seqcomp.lowering.parameters import CutParameters
+from seqcomp.lowering.division import Division
 from seqcomp.lowering.program import (
     MAX_PROGRAMS,
     Program,
@@ -34,7 +33,6 @@ from seqcomp.lowering.program import (
     restore_forward,
     uninstall,
 )
-from seqcomp.lowering.sharded import ShardedParameters
 from seqcomp.lowering.variants import (
     CallSizes,
     Variant,
@@ -86,10 +84,7 @@ class CompiledModule:
         self._accepted: tuple[str, CallSizes] | None = None  # as found last: it takes sympy
         self._epoch = 0
         self._closed = False
-        tensor = self._mesh.tensor
-        self._shards = ShardedParameters.of(module, context, resolved)
-        common = self._shards.tensor_mesh if self._shards else None
-        self._cut = CutParameters(module, context, tensor, common) if tensor else None
+        self._division = Division(module, context, resolved, self._mesh.tensor)
         vars(module)[_SLOT] = self
         replace_forward(module, _forward)
         axes = tuple(self._mesh.degrees)
@@ -131,10 +126,7 @@ class CompiledModule:
         self._closed = True
         uninstall(self._module)
         restore_forward(self._module)
-        if self._shards is not None and self._shards.units is not None:
-            self._shards.restore()
-        if self._cut is not None:
-            self._cut.restore()
+        self._division.restore()
         vars(self._module).pop(_SLOT, None)
         self._programs.clear()
         self._context.close()
@@ -163,17 +155,14 @@ class CompiledModule:
         try:
             program, run, call = self._find(args, kwargs)
         except PlanError:
-            if self._shards is not None:
-                self._shards.abandon()
+            self._division.abandon_call()
             raise
         leaves = run(self._module, *call.leaves)
         return pytree.tree_unflatten(list(leaves), program.out_spec)
 
     def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Program, Call]:
         """Compiles for a call without running it; its program, and the call as it was bound."""
-        if self._shards is not None and self._shards.dtype is not None:
-            args, kwargs = self._shards.cast((args, kwargs))  # as FSDP casts those of a call
-        program, _, call = self._find(args, kwargs)
+        program, _, call = self._find(*self._division.example(args, kwargs))
         return program, call
 
     def _find(
@@ -273,7 +262,8 @@ class CompiledModule:
         program: Program | None = None
         failure: PlanError | None = None
         try:
-            with original_forwards(self._module, _forward), self._parameters():
+            self._division.refuse_meta(call)
+            with original_forwards(self._module, _forward), self._division.whole():
                 program = self._cache.get(
                     (variant, sizes, self._resolved.plan, self._epoch),
                     lambda name: build_program(
@@ -286,7 +276,7 @@ class CompiledModule:
                             name,
                             self._dump,
                             self._keep_global,
-                            sharded=self._shards is not None,
+                            sharded=self._division.is_sharded,
                         )
                     ),
                 )
@@ -295,18 +285,14 @@ class CompiledModule:
         except Exception as error:
             failure = internal_failure(error, self._where)
         if program is not None and failure is None:
-            failure = self._other_cuts(program) or self._cannot_shard(program)
+            failure = self._division.problem(program)
         self._consensus.on_compile(
             failure,
             {"program": fingerprint(program), "weights": self._weights()} if program else {},
         )
         assert program is not None
         self._context.prepare(program.groups())
-        if self._cut is not None and self._cut.cuts is None:
-            self._cut.apply(program.cuts)
-        if self._shards is not None and self._shards.units is None:
-            assert program.units is not None
-            self._shards.apply(program.units, program.cuts)
+        self._division.apply(program)
         self._reads[program.name] = [
             (name, self._module.get_buffer(name), self._module.get_buffer(name)._version)
             for name in program.capture.read
@@ -319,50 +305,6 @@ class CompiledModule:
         for finding in program.findings:
             logger.info("%s", finding)
         return program, run
-
-    def _other_cuts(self, program: Program) -> PlanError | None:
-        """Parameters are cut once: a later call must find the same pairs."""
-        if self._cut is None or self._cut.cuts is None or self._cut.cuts == program.cuts:
-            return None
-        changed = set(self._cut.cuts.items()) ^ set(program.cuts.items())
-        return PlanError(
-            [
-                diagnostic(
-                    "SC211",
-                    where=self._where,
-                    found=f"other weights to cut in this call: {sorted(n for n, _ in changed)}",
-                    legal="calls that use the cut weights alike",
-                    help="pass example_inputs that are like the calls of the training step",
-                )
-            ]
-        )
-
-    def _cannot_shard(self, program: Program) -> PlanError | None:
-        """Parameters are sharded once: a later call must use those of each unit inside of it."""
-        if self._shards is None:
-            return None
-        assert program.units is not None
-        if self._shards.units is None:
-            return self._shards.problem(program.units)
-        outside = set(self._shards.units) - set(program.units)
-        if not outside:
-            return None
-        return PlanError(
-            [
-                diagnostic(
-                    "SC211",
-                    where=self._where,
-                    found=f"this call uses parameters outside of {sorted(outside)}",
-                    legal="calls that use the parameters of a block inside of its forward",
-                    help="pass example_inputs that are like the calls of the training step",
-                )
-            ]
-        )
-
-    def _parameters(self) -> contextlib.AbstractContextManager[None]:
-        if self._shards is not None and (self._shards.units is not None or self._shards.dtype):
-            return self._shards.whole()
-        return self._cut.whole() if self._cut is not None else contextlib.nullcontext()
 
     def binding(self, program: Program) -> ops.RankBinding:
         """What binds a program's operations to this rank."""
@@ -378,8 +320,7 @@ class CompiledModule:
     def _weights(self) -> str:
         """A digest of samples of every parameter: equal weights give equal digests."""
         digest = hashlib.sha256()
-        cut = self._cut is not None and self._cut.cuts is not None
-        if cut or (self._shards is not None and self._shards.units is not None):
+        if self._division.is_done:
             return ""  # compared when they were whole
         for name, parameter in self._module.named_parameters():
             if parameter.is_meta:

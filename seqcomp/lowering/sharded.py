@@ -232,7 +232,7 @@ class ShardedParameters:
     def restore(self) -> None:
         """Gives the modules whole parameters again. Collective over the axes of FSDP."""
         for part in self._parts():
-            release(part)
+            release(part, self._context.comm(self.shard_axes), self._context.device)
         self.units = None
 
     def _parts(self) -> list[FSDPModule]:

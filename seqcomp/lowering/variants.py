@@ -86,7 +86,8 @@ def variant_of(
         grad = "inference"
     else:
         grad = "grad" if torch.is_grad_enabled() else "no_grad"
-    kinds = sorted({leaf.device.type for leaf in call.leaves if isinstance(leaf, torch.Tensor)})
+    found = {leaf.device.type for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
+    kinds = sorted(found - {"meta"})
     autocast = tuple(
         (kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)))
         for kind in kinds

@@ -17,6 +17,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
 
 from seqcomp.runtime.comm import Communicator
 from seqcomp.runtime.traffic import Phase
@@ -120,22 +121,18 @@ def as_plain(parts: Sequence[FSDPModule]) -> Iterator[None]:
             module._forward_pre_hooks, module._forward_hooks = before, after
 
 
-def release(part: FSDPModule) -> None:
+def release(part: FSDPModule, comm: Communicator, device: torch.device) -> None:
     """Undoes `fully_shard` of one module: whole parameters in their own dtype, no hooks.
 
-    Collective over the ranks that share the shards.
+    comm: of the ranks that share the shards; the call is collective over them.
     """
     module: Any = part
     state = module._get_fsdp_state()
     for group in state._fsdp_param_groups:
         for item in group.fsdp_params:
-            item.param_dtype = None  # else the values come in that of mixed precision
-        group.unshard()
-        group.wait_for_unshard()
-        for item in group.fsdp_params:
-            value = item.unsharded_param
-            whole = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
-            item._setattr_on_modules(whole)
+            value = _whole(item, comm, device)
+            given = item.sharded_param.requires_grad
+            item._setattr_on_modules(nn.Parameter(value, requires_grad=given))
             item._post_load_hook_handle.remove()
         for handles in (
             group._module_to_pre_save_state_dict_hook_handle,
@@ -149,6 +146,21 @@ def release(part: FSDPModule) -> None:
     _module_state_mapping.pop(module, None)
     for key in (STATE_KEY, REGISTRY_KEY):
         vars(module).pop(key, None)
+
+
+@torch.no_grad()
+def _whole(item: Any, comm: Communicator, device: torch.device) -> Tensor:
+    """A parameter on all ranks: plain, or cut by the tensor axis as it was before."""
+    local, dim = item.sharded_param._local_tensor, item.fsdp_placement.dim
+    if local.is_meta:
+        value = local.new_empty(item._orig_size)
+    else:
+        part = local.new_zeros(item.padded_sharded_param_size, device=device)
+        part.narrow(dim, 0, local.shape[dim]).copy_(local)
+        rows = comm.all_gather(part, label="fsdp")
+        value = torch.cat(list(rows), dim).narrow(dim, 0, item._orig_size[dim]).contiguous()
+    spec = item._unsharded_dtensor_spec
+    return value if spec is None else DTensor(value, spec, requires_grad=False)
 
 
 def _own_class(module: Any) -> None:
