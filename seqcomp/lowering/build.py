@@ -72,7 +72,8 @@ def build_program(request: Request) -> Program:
     capture, attentions = context.capture, context.attentions
     graph = _lifted_constants(graph, capture.constants, capture.state)
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
-    builder = ScopeBuilder(graph, capture.state, _aliases(module), request.name)
+    aliases = _aliases(module)
+    builder = ScopeBuilder(graph, capture.state, aliases, request.name)
     root = builder.build([placeholders[n] for n in capture.inputs])
     layout = resolved.layout_for(sizes.length or facts.length, facts.all_causal)
     return Program(
@@ -88,6 +89,7 @@ def build_program(request: Request) -> Program:
         facts=facts,
         cuts=_cuts(context),
         grad=context.grad,
+        aliases=aliases,
         units=None if context.units is None else read_inside(builder.reads, context.units),
         kept=kept,
     )

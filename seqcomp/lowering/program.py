@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,7 @@ class Program:
     facts: ModelFacts
     cuts: Mapping[str, Cut]
     grad: bool  # lowered with gradients on
+    aliases: Mapping[str, Sequence[str]]  # all names of each tensor that has several
     units: tuple[str, ...] | None = None  # modules that may be sharded by themselves (fsdp)
     kept: Snapshot | None = None  # the global graph, where the verifier asked for it
 

@@ -40,12 +40,11 @@ def fsdp_rows(
     ways, copies = (math.prod(resolved.axes[a] for a in axes) for axes in (shards, replicas))
     low = PRECISIONS.get(strategy.mixed_precision)
     calls = _calls(program)
+    parameters = _parameters(program)
     for unit in ("", *program.units):
         if unit and unit not in calls:
             continue
-        members = [
-            n for n in _parameters(program) if owner(_name(program, n), program.units) == unit
-        ]
+        members = [n for n in parameters if owner(_name(program, n), program.units) == unit]
         sizes = {n: _shard(program, n, values[n], ways) for n in members}
         given = sum(
             size * (low if low and values[n].is_floating_point() else values[n].dtype).itemsize
@@ -54,7 +53,7 @@ def fsdp_rows(
         learnt = sum(
             size * max(values[n].element_size(), 4)
             for n, size in sizes.items()
-            if values[n].requires_grad and n.users and program.grad
+            if values[n].requires_grad and parameters[n] and program.grad
         )
         label, times = (f"fsdp {unit}", calls[unit]) if unit else ("fsdp", 1)
         axis = mesh_dim(shards)
@@ -70,8 +69,16 @@ def fsdp_rows(
             yield label, "all_reduce", mesh_dim(replicas), sent, "backward"
 
 
-def _parameters(program: Program) -> list[Node]:
-    return [n for n in program.flat.nodes if n.name in program.capture.parameters]
+def _parameters(program: Program) -> dict[Node, bool]:
+    """Every parameter once, whatever the number of its names, and whether anything uses it."""
+    found: dict[Node, bool] = {}
+    first: dict[str, Node] = {}
+    for node in program.flat.nodes:
+        if node.name in program.capture.parameters:
+            name = _name(program, node)
+            one = first.setdefault(program.aliases.get(name, (name,))[0], node)
+            found[one] = found.get(one, False) or bool(node.users)
+    return found
 
 
 def _name(program: Program, node: Node) -> str:

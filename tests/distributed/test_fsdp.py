@@ -120,7 +120,7 @@ def _train(rank: int, world: int, plan: plans.Plan, steps: int, sync: bool) -> l
 
 
 def divided(rank: int, world: int, plan: plans.Plan, ways: int) -> None:
-    spec = TIED if "tensor" not in plan["mesh"] else UNEVEN
+    spec = TIED if "tensor" not in plan["mesh"] else Spec(vocab=96, bias=True, head_bias=True)
     model = compiled(spec, plan)
     optimizer = torch.optim.AdamW(model.parameters())
     context = seqcomp.of(model).context
@@ -128,12 +128,13 @@ def divided(rank: int, world: int, plan: plans.Plan, ways: int) -> None:
     loss = model(**local_batch(spec, plan, rank))["loss"]
     held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
     loss.backward()
-    assert counted(context) == reported(seqcomp.of(model).report())
+    sent, said = counted(context), reported(seqcomp.of(model).report())
+    assert sent == said, set(sent.items()) ^ set(said.items())
     optimizer.step()
     full = sum(p.numel() for p in model.parameters())
     mine = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
     padding = sum(max(p.shape[1:].numel(), 1) for p in model.parameters())
-    assert full / ways * 0.8 < mine < full / ways + padding
+    assert full / ways * 0.8 < mine <= full / ways + padding, (full, ways, mine, padding)
     assert held < full, "the units stay whole after forward"
     states = optimizer.state.values()
     moments = sum(x.to_local().numel() for s in states for x in s.values() if x.dim())
@@ -152,7 +153,7 @@ def divided(rank: int, world: int, plan: plans.Plan, ways: int) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("plan", "ways"),
-    [(USP, 4), (HSDP, 2), (MEGATRON, 2)],
+    [(USP, 4), (HSDP, 2), (MEGATRON, 4)],
     ids=lambda x: plans.name(x) if isinstance(x, dict) else str(x),
 )
 def test_memory_and_bytes_are_divided(pools: Pools, plan: plans.Plan, ways: int) -> None:
