@@ -146,6 +146,11 @@ def _rows_of(
     if isinstance(op, ops.OpenBucket | ops.FillBucket):
         yield from _bucket(op, values[node], degree, axis)
         return
+    if isinstance(op, ops.TokenLocal):
+        for _, size in op.unit.counters:
+            sent = 2 * (degree - 1) * size // degree
+            yield CommRow(op.label, "all_reduce", axis, 1, sent, "forward", False)
+        return
     operand: Tensor = _operands(node, values)[0]
     size = operand.numel() * operand.element_size()
     backward = values[node].requires_grad
