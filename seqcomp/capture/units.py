@@ -50,8 +50,8 @@ class Unit:
 
     `path` is the module's; `names` are its parameters in the order of the second operand;
     `outputs` are the sizes of each result; `dtype` is the coarsest that it computes in; `marked`
-    says whether the plan named it. `counters` are the buffers to which it adds what it counts of its
-    tokens in the captured mode, with their bytes.
+    says whether the plan named it. `counters` are the buffers to which it adds what it counts of
+    its tokens in the captured mode, with their bytes.
     """
 
     path: str
