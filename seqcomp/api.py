@@ -59,10 +59,14 @@ class Compiled(CompiledModule):
         return region_graph(self.last_program()[0].flat)
 
     def token_index(self, length: int | None = None) -> Tensor:
-        """Global positions of this rank's tokens [S / P], of the last call or of `length`."""
+        """Global positions of this rank's tokens [S / P], of the last call or of `length`.
+
+        None of them where the model has no sequence.
+        """
         program, sizes = self.last_program()
         length = length if length is not None else sizes.length
-        assert length is not None
+        if length is None:
+            return torch.empty(0, dtype=torch.long, device=self._context.device)
         layout = self._resolved.layout_for(length, program.facts.all_causal)
         rank = self._context.comm(self._mesh.sequence).rank if self._mesh.sequence else 0
         own = layout.token_index(layout.padded(length), rank)

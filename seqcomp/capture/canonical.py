@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
 from seqcomp.capture.export import Capture
+from seqcomp.capture.flat_heads import flat_heads_pass
 from seqcomp.capture.functional import filled_buffers_pass, functional_pass
 from seqcomp.capture.kinds import DROPOUTS, VIEWS, is_pointwise
 from seqcomp.capture.linears import linears_pass
@@ -39,6 +40,7 @@ def canonicalise(capture: Capture) -> Capture:
         refuse_random_pass,
         shift_labels_pass,
         mean_loss_pass,
+        flat_heads_pass,
         fixed_squeezes_pass,
         separate_operands_pass,
     ):

@@ -47,20 +47,23 @@ class Size:
 class Probed:
     """What a call returned: tensors by dtype and shape, and the container that they were in.
 
-    `dtype` is the coarsest floating one that the call computed in.
+    `dtype` is the coarsest floating one that the call computed in, `counted` the counters that it
+    changed and their bytes.
     """
 
     structure: Structure
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype | None
+    counted: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
     """Calls a module on real tensors while a capture runs.
 
-    `parameters` are the module's own, `call` its forward, `like` the captured arguments.
+    `parameters` are the module's own, `call` its forward, `like` the captured arguments,
+    `counters` the buffers that it may add to.
     """
 
     path: str
@@ -68,6 +71,7 @@ class Probe:
     parameters: Mapping[str, Tensor]
     call: Callable[[Sequence[Tensor]], Any]
     like: Sequence[Tensor]
+    counters: tuple[str, ...] = ()
 
     def at(self, shapes: Sequence[Sequence[int]]) -> Probed:
         """What it returns for arguments of these shapes: ones, or zeros where they are integers.
@@ -93,16 +97,23 @@ class Probe:
                     found = f"it fails on {_described(inputs)}: {type(error).__name__}: {error}"
                     raise self._refused("SC313", found) from error
                 now = dict(self.module.named_buffers(remove_duplicate=False))
+            counted = []
             for name, b in buffers.items():
-                if now.get(name) is not b or b._version != versions[name]:
+                if now.get(name) is b and b._version == versions[name]:
+                    continue
+                if now.get(name) is b and name in self.counters:
+                    counted.append((name, b.numel() * b.element_size()))
+                else:
                     raise self._refused("SC307", f"it changes its buffer {name}")
             if any(x._version for x in inputs):
                 raise self._refused("SC307", "it changes its arguments in place")
             if watch.random:
                 raise self._refused("SC308", f"it draws random numbers: {watch.random}")
-            return self._probed(out, watch.coarsest)
+            return self._probed(out, watch.coarsest, tuple(counted))
 
-    def _probed(self, out: Any, coarsest: torch.dtype | None) -> Probed:
+    def _probed(
+        self, out: Any, coarsest: torch.dtype | None, counted: tuple[tuple[str, int], ...]
+    ) -> Probed:
         structure, tensors = Structure.of(out)
         if not all(isinstance(x, type(None) | bool | int | float | str) for x in structure.others):
             kinds = [type(x).__name__ for x in structure.others]
@@ -114,6 +125,7 @@ class Probe:
             tuple(x.dtype for x in tensors),
             tuple(tuple(x.shape) for x in tensors),
             coarsest,
+            counted,
         )
 
     def _refused(self, code: str, found: str) -> PlanError:

@@ -61,7 +61,11 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def evaluate(size: Size, values: Mapping[sympy.Symbol, int]) -> int:
-    return int(size.subs(values))
+    if size.is_Integer:
+        return int(size)
+    if size in values:
+        return int(values[size])
+    return int(size.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()}))
 
 
 _TARGETS = {

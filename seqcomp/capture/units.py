@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from seqcomp.capture.mixtures import counters_of, is_experts, is_mixture
 from seqcomp.capture.probes import Probe, Probed, Size, output_sizes
 from seqcomp.capture.structure import Structure
 from seqcomp.diagnostics import PlanError, diagnostic
@@ -49,7 +50,8 @@ class Unit:
 
     `path` is the module's; `names` are its parameters in the order of the second operand;
     `outputs` are the sizes of each result; `dtype` is the coarsest that it computes in; `marked`
-    says whether the plan named it.
+    says whether the plan named it. `counters` are the buffers to which it adds what it counts of
+    its tokens in the captured mode, with their bytes.
     """
 
     path: str
@@ -59,6 +61,7 @@ class Unit:
     results: Probed
     outputs: tuple[tuple[Size, ...], ...]
     marked: bool
+    counters: tuple[tuple[str, int], ...] = ()
     __name__ = "token_local"
 
     @property
@@ -124,20 +127,9 @@ def _units_of(
         if not path or any(path.startswith(f"{above}.") for above in outer):
             continue
         marked = is_marked(path)
-        if marked or is_experts(module):
+        if marked or is_experts(module) or is_mixture(path, module):
             outer = (*outer, path)
             yield path, module, marked
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Whether it is an experts module of transformers whose code depends on where tokens go.
-
-    Those take tokens, their experts and weights, and return the tokens' sums; of the ways to
-    compute them, `batched_mm` alone is plain tensor operations.
-    """
-    how = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    own = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
-    return isinstance(how, str) and how != "batched_mm" and all(hasattr(module, n) for n in own)
 
 
 def _recorder(path: str, module: nn.Module, units: Units, *, marked: bool) -> Callable[..., Any]:
@@ -156,7 +148,7 @@ def _recorder(path: str, module: nn.Module, units: Units, *, marked: bool) -> Ca
             own_args, own_kwargs = arguments.filled(tensors)
             return original(*own_args, **own_kwargs)
 
-        probe = Probe(path, module, parameters, call, inputs)
+        probe = Probe(path, module, parameters, call, inputs, counters_of(module))
         results, outputs = output_sizes(probe, inputs)
         unit = Unit(
             path=path,
@@ -166,6 +158,7 @@ def _recorder(path: str, module: nn.Module, units: Units, *, marked: bool) -> Ca
             results=results,
             outputs=outputs,
             marked=marked,
+            counters=results.counted,
         )
         units.found.append(unit)
         units.probes[unit] = probe

@@ -155,6 +155,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "It runs on this rank's tokens: they come in with its arguments, and all results have them."),
     ("SC315", "error", "a recurrence over the sequence cannot be divided",
      "Each token needs the state after all tokens before it: the module runs on the whole."),
+    ("SC316", "error", "the model has no one sequence to divide",
+     "Its attention runs over windows of a sample, or over stages of other lengths."),
     # --- placement findings ---------------------------------------------------------------
     ("SC401", "warning", "an operation made a gather of the sequence necessary",
      "It mixes the sharded dimension and has no cheaper exact form."),

@@ -23,6 +23,7 @@ from seqcomp.capture.windows import recognise_windows
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import LoweringContext, run_passes
+from seqcomp.lowering.no_sequence import no_one_sequence
 from seqcomp.lowering.parameters import Cut
 from seqcomp.lowering.passes import PASSES
 from seqcomp.lowering.program import Program
@@ -105,8 +106,7 @@ def _no_dim(module: torch.nn.Module, found: str) -> PlanError:
                 found=found,
                 legal="a tensor [batch, sequence, ...] among the inputs, or one sequence over "
                 "which all attention of the model runs",
-                help="name the dims in the plan: inputs: {x: {batch: 0, seq: 1}}; a model without "
-                "one sequence (windows, stages of other lengths) runs under data parallelism",
+                help="name the dims in the plan: inputs: {x: {batch: 0, seq: 1}}",
             )
         ]
     )
@@ -134,7 +134,8 @@ def _lowered(
     facts = facts_of(capture, attentions, module)
     if mesh.sequence and capture.length is None:
         if facts.length is None:
-            raise _no_dim(module, "no input with a sequence dim, and none that is made inside")
+            found = "no input with a sequence dim, and none that is made inside"
+            raise no_one_sequence(capture) or _no_dim(module, found)
         capture.length = sympy.Integer(facts.length)
         patches_pass(capture, facts.length)
         if resolved.layout_for(facts.length, facts.all_causal).padded(facts.length) != facts.length:

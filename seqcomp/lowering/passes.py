@@ -258,7 +258,9 @@ def _unit(
     """The module's own code, on this rank's tokens."""
     assert isinstance(decision.out, tuple)
     axes = tuple(tuple(spec.axes_of(i) for i in range(len(spec.dims))) for spec in decision.out)
-    node.target = ops.TokenLocal(node.target, axes)
+    shared = {axis for dims in axes for dim in dims for axis in dim}
+    over = tuple(axis for axis in context.mesh.degrees if axis in shared)
+    node.target = ops.TokenLocal(node.target, axes, over)
 
 
 def _unchanged(

@@ -24,6 +24,8 @@ def unit_rule(node: Node, env: Env) -> Decision:
     Raises PlanError SC314 where no input, or not every output, has the tokens.
     """
     unit: Unit = node.target
+    if unit.counters and env.mesh.pads:
+        raise _counts_padding(unit)
     inputs, parameters = node.args
     cut = {n: env.inner_tokens(_tokens_alone(summed(env.spec(n)), env)) for n in inputs}
     lead = max(cut.values(), key=lambda spec: len(spec.axes))
@@ -122,6 +124,22 @@ def _refused(unit: Unit, found: str) -> PlanError:
                 "or use gather: true"
                 if unit.marked
                 else "mark the module around it with token_local: true, or gather: true",
+            )
+        ]
+    )
+
+
+def _counts_padding(unit: Unit) -> PlanError:
+    names = ", ".join(name for name, _ in unit.counters)
+    return PlanError(
+        [
+            diagnostic(
+                "SC307",
+                where=unit.path,
+                found=f"{names}, which would count the tokens that fill up the length",
+                legal="padding: none, with modules that count their tokens",
+                help="leave out padding: pad and pass a length that the plan divides, or call "
+                "eval() where nothing is counted",
             )
         ]
     )

@@ -93,6 +93,8 @@ def comm_rows(
                 found.extend(_attention(node, node.target, values, resolved, layout, ring_rank))
             elif isinstance(node.target, ops.Windowed | ops.RunningSum):
                 found.extend(_along(node, node.target, values, resolved, program.layout))
+            elif isinstance(node.target, ops.TokenLocal):
+                found.extend(_counts(node.target, resolved))
             else:
                 found.extend(_rows_of(node, node.target, values, resolved))
     found.extend(
@@ -187,6 +189,14 @@ def _rows_of(
             yield row("all_reduce", sent, "backward", overlappable=True)
         case _:
             assert isinstance(op, _SILENT), f"the report does not know what {op} sends"
+
+
+def _counts(op: ops.TokenLocal, resolved: ResolvedPlan) -> Iterator[CommRow]:
+    """What ranks count of their own tokens, added up."""
+    degree = math.prod(resolved.axes[axis] for axis in op.axes_used())
+    for _, size in op.unit.counters if degree > 1 else ():
+        sent = 2 * (degree - 1) * size // degree
+        yield CommRow(op.label, "all_reduce", "+".join(op.axes_used()), 1, sent, "forward", False)
 
 
 def _is_differentiated(node: Node, values: Mapping[Node, Any]) -> bool:

@@ -2,14 +2,19 @@
 
 Every exchange is a rendezvous of the group's threads; reductions add in rank order, so results
 are bitwise reproducible. Meant for verification and tests, where 64 ranks fit on a laptop.
+
+Ranks take turns: no more of them run at a time than half the cores, the others wait. Threads that
+all run at once spend half of their time on passing the interpreter's lock around.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +57,16 @@ class ThreadWorld:
         self._values: dict[str, str] = {}
         self._values_changed = threading.Condition()
         self._aborted = threading.Event()
+        self.turns = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Others take the turn of the rank that waits in here."""
+        self.turns.release()
+        try:
+            yield
+        finally:
+            self.turns.acquire()
 
     def context(self, rank: int) -> RankContext:
         """The context of one rank; use it in that rank's thread only."""
@@ -91,7 +106,7 @@ class ThreadWorld:
             self._values_changed.notify_all()
 
     def get_value(self, key: str, timeout_s: float) -> str:
-        with self._values_changed:
+        with self.away(), self._values_changed:
             self.wait(self._values_changed, lambda: key in self._values, repr(key), timeout_s)
             return self._values[key]
 
@@ -116,7 +131,7 @@ def run_ranks(
     def work(rank: int) -> None:
         try:
             torch.set_num_threads(1)
-            with torch.autograd.set_multithreading_enabled(False):
+            with world.turns, torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(world.context(rank))
         except BaseException as error:
             failures.append(error)
@@ -157,7 +172,7 @@ class _Room:
 
     def meet(self, rank: int, what: str, value: Any, timeout_s: float) -> list[Any]:
         """Everybody's value in rank order. The ranks must agree on ``what`` they came for."""
-        with self.changed:
+        with self._world.away(), self.changed:
             number = self._reached[rank] = self._reached[rank] + 1
             meeting = self._meetings.setdefault(number, {})
             meeting[rank] = (what, value)
@@ -178,7 +193,7 @@ class _Room:
             self.changed.notify_all()
 
     def receive(self, source: int, to: int, number: int, timeout_s: float) -> list[Tensor]:
-        with self.changed:
+        with self._world.away(), self.changed:
             box, what = (source, to, number), f"the send of rank {source} to {to}"
             self._world.wait(self.changed, lambda: box in self._mail, what, timeout_s)
             return self._mail.pop(box)

@@ -7,12 +7,29 @@ what a rank did not use gets zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from seqcomp.runtime.comm import Communicator
+
+
+@contextmanager
+def counted_together(
+    counters: Sequence[Tensor], comm: Communicator | None, label: str
+) -> Iterator[None]:
+    """What is added to `counters` in here is the sum of what every rank of `comm` adds."""
+    before = [counter.clone() for counter in counters]
+    yield
+    if comm is None:
+        return
+    with torch.no_grad():
+        for counter, start in zip(counters, before, strict=True):
+            counter.copy_(start + comm.all_reduce(counter - start, label=label))
 
 
 def run_whole(

@@ -54,8 +54,11 @@ def test_the_styles_agree_on_one_process(style: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("plan", PLANS, ids=plans.name)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("style", "plan"),
+    plans.in_turn(STYLES, PLANS),
+    ids=lambda x: plans.name(x) if isinstance(x, dict) else x,
+)
 def test_positions(pools: Pools, style: str, plan: plans.Plan) -> None:
     check_parity(pools, Case(plan, Spec(positions=style), CALLS))
 

@@ -18,20 +18,19 @@ CALLS = (Call(), Call({"seq": 32, "batch": 4}), Call(mode="eval"), Call(mode="no
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "spec"),
     [
-        plans.megatron(2),
-        plans.megatron(4),
-        plans.with_tensor(plans.ring(2, "zigzag"), 2),
-        plans.with_tensor(plans.ring(2, "striped"), 2),
-        plans.with_tensor(plans.ulysses(2), 2),
-        plans.with_data(plans.megatron(2), 2),
+        (plans.megatron(2), EVEN),
+        (plans.megatron(4), TIED),
+        (plans.with_tensor(plans.ring(2, "zigzag"), 2), EVEN),
+        (plans.with_tensor(plans.ring(2, "striped"), 2), TIED),
+        (plans.with_tensor(plans.ulysses(2), 2), EVEN),
+        (plans.with_data(plans.megatron(2), 2), TIED),
     ],
-    ids=plans.name,
+    ids=lambda x: plans.name(x) if isinstance(x, dict) else "tied" if x.tied else "even",
 )
-@pytest.mark.parametrize("spec", [EVEN, TIED], ids=["even", "tied"])
 def test_parity(pools: Pools, plan: plans.Plan, spec: Spec) -> None:
-    check_parity(pools, Case(plan, spec, CALLS if spec is EVEN else (Call(),)))
+    check_parity(pools, Case(plan, spec, CALLS[:2] if spec is TIED else CALLS))
 
 
 @pytest.mark.distributed

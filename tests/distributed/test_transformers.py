@@ -77,8 +77,7 @@ def test_control_a_lost_target_per_shard_is_seen(family: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("plan", PLANS, ids=plans.name)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "plan"), list(zip(FAMILIES, PLANS, strict=True)), ids=FAMILIES)
 def test_family(pools: Pools, family: str, plan: plans.Plan) -> None:
     calls = (Call({"seq": 16}), Call({"batch": 1, "seq": 32}), Call({"labels": False}, "no_grad"))
     check_parity(pools, case(family, plan, *calls))

@@ -65,7 +65,9 @@ def built(entry: Entry) -> nn.Module:
             draw = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             scale = 1 / math.sqrt(parameter.shape[-1]) if parameter.ndim > 1 else 0.1
             parameter.add_(draw * scale)
-    return model.to(entry.dtype).eval()
+    if entry.dtype != torch.float64:
+        model = model.to(entry.dtype)
+    return model.eval()  # .to(dtype) would make complex tables real
 
 
 def drawn(*shape: int, seed: int = 3) -> Tensor:

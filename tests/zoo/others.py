@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.fixtures.families import Encoder, TitanWithLoss, titan, titan_documents, titan_flex
+from tests.fixtures.families import (
+    Encoder,
+    TitanWithLoss,
+    titan,
+    titan_documents,
+    titan_flex,
+    titan_gpt_oss,
+    titan_windows,
+)
 from tests.zoo.entry import (
     BATCH,
     LENGTH,
@@ -209,6 +217,13 @@ def packed_blocks() -> Inputs:
     return {**call, **titan_documents(positions)}
 
 
+def packed_windows() -> Inputs:
+    """The same, and windows of 8 tokens in every second layer."""
+    call = packed()
+    positions = call.pop("position_ids")
+    return {**call, **titan_windows(positions, 8)}
+
+
 TITAN = tuple(
     Entry(name, "torchtitan", lambda spec=spec: TitanWithLoss(titan(spec)), labelled)
     for name, spec in (
@@ -220,8 +235,12 @@ TITAN = tuple(
     for name, spec in (
         ("torchtitan Llama 3, FlexAttention, packed documents", "llama3/debugmodel"),
         ("torchtitan Qwen3, FlexAttention, packed documents", "qwen3/debugmodel"),
+        ("torchtitan DeepSeek-V3, FlexAttention, packed documents", "deepseek_v3/debugmodel"),
     )
-)
+) + (
+    Entry("torchtitan gpt-oss, FlexAttention, windows, packed documents", "torchtitan",
+          lambda: TitanWithLoss(titan_gpt_oss()), packed_windows),
+)  # fmt: skip
 BY_HAND = (
     Entry("nn.TransformerEncoder", "module", Encoder, labelled),
     Entry("DiT, adaLN, cross attention", "module", DiT, diffusion),

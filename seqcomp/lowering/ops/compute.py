@@ -20,7 +20,7 @@ from seqcomp.runtime.attention import AttentionPlan, Transport, attention
 from seqcomp.runtime.attention.pair_mask import PairMask
 from seqcomp.runtime.attention.tiling import DataTiling, StaticTiling, Tiling
 from seqcomp.runtime.tokens import Tokens
-from seqcomp.runtime.units import run_whole
+from seqcomp.runtime.units import counted_together, run_whole
 
 
 @dataclass(frozen=True)
@@ -206,17 +206,25 @@ class OwnHeads(Op):
 
 @dataclass(frozen=True, eq=False)
 class TokenLocal(Op):
-    """A module's own code on this rank's tokens; `axes` divide each dim of each result."""
+    """A module's own code on this rank's tokens; `axes` divide each dim of each result.
+
+    What it counts of its tokens is added up over `shared`, the axes that share tokens out.
+    """
 
     unit: Unit
     axes: tuple[tuple[tuple[str, ...], ...], ...]
+    shared: tuple[str, ...] = ()
     __name__ = "token_local"
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         module, sizes = rank.module, rank.context.sizes
 
+        comm = rank.context.comm(self.axes_used()) if self.axes_used() else None
+
         def token_local(inputs: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
-            results = run_whole(functools.partial(self.unit.run, module), inputs, parameters)
+            held = [module.get_buffer(f"{self.unit.path}.{name}") for name, _ in self.unit.counters]
+            with counted_together(held, comm, self.unit.path):
+                results = run_whole(functools.partial(self.unit.run, module), inputs, parameters)
             wanted = self.shapes([x.shape for x in inputs], sizes)
             if [tuple(x.shape) for x in results] != wanted:
                 found = [tuple(x.shape) for x in results]
@@ -227,6 +235,14 @@ class TokenLocal(Op):
             return results
 
         return token_local
+
+    def axes_used(self) -> tuple[str, ...]:
+        return self.shared if self.unit.counters else ()
+
+    @property
+    def label(self) -> str:
+        """What counts the bytes of the counts."""
+        return self.unit.path
 
     def shapes(
         self, inputs: Sequence[Sequence[int]], degrees: Mapping[str, int]

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from seqcomp.capture.canonical import canonicalise
 from seqcomp.capture.edit import op_name
 from seqcomp.capture.export import Capture
+from seqcomp.capture.mixtures import is_experts
 from seqcomp.capture.probes import Size
-from seqcomp.capture.units import Unit, is_experts
+from seqcomp.capture.units import Unit
 from seqcomp.diagnostics import PlanError
 from tests.unit.capture.captured import capture_of
 

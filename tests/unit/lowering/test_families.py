@@ -41,7 +41,11 @@ SAMPLE = ("llama", "gpt2", "phi3", "gpt_neox", "cohere", "encoder", *TITAN)
 # Heads of torchtitan's debug models allow 4.
 FOUR = [(family, "megatron_sp_4") for family in TITAN] + [(f, "data_2+ring_2") for f in TITAN]
 OTHERS = [family for family in FAMILIES if family not in SAMPLE]
-CASES = [(family, plan) for family in SAMPLE for plan in (*ALONE, *COMPOSED)] + [
+CASES = [
+    (family, plan)
+    for index, family in enumerate(SAMPLE)
+    for plan in (ALONE[index % len(ALONE)], *COMPOSED)
+] + [
     # What is like one of the sample: the tensor axis, and ring and ulysses in turn.
     (family, plan)
     for index, family in enumerate(OTHERS)

@@ -188,5 +188,13 @@ def test_windows_are_no_sequence(plan: plans.Plan) -> None:
     with pytest.raises(PlanError) as caught:
         on_ranks(plan, window=4)
     (found,) = [d for d in caught.value.diagnostics if d.severity == "error"]
-    assert found.code == "SC503"
-    assert "windows" in found.help
+    assert found.code == "SC316"
+    assert "windows of a sample" in found.found
+    assert "data: N" in found.help
+
+
+def test_windows_under_data_parallelism() -> None:
+    """What the refusal says to do instead."""
+    plan = {"mesh": {"data": 2}, "strategies": {"data": {}}}
+    report = seqcomp.verify(lambda: make(window=4), plan, inputs_fn=images)
+    assert report.ok, str(report)

@@ -41,17 +41,20 @@ def check(plan: plans.Plan, spec: Spec, **input_args: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [
-        plans.megatron(2),
-        plans.megatron(4),
-        plans.with_tensor(plans.ring(2, "zigzag"), 2),
-        plans.with_tensor(plans.ulysses(2), 2),
-        plans.with_data(plans.megatron(2), 2),
-    ],
-    ids=plans.name,
+    ("plan", "spec"),
+    plans.in_turn(
+        [
+            plans.megatron(2),
+            plans.megatron(4),
+            plans.with_tensor(plans.ring(2, "zigzag"), 2),
+            plans.with_tensor(plans.ulysses(2), 2),
+            plans.with_data(plans.megatron(2), 2),
+            plans.with_tensor(plans.ring(2, "striped"), 2),
+        ],
+        (ODD, TIED),
+    ),
+    ids=lambda x: plans.name(x) if isinstance(x, dict) else "tied" if x.tied else "biased",
 )
-@pytest.mark.parametrize("spec", [ODD, TIED], ids=["biased", "tied"])
 def test_parity(plan: plans.Plan, spec: Spec) -> None:
     """Logits in full, loss in the model, every gradient."""
     check(plan, spec, batch=4, ignore_rows=(1,))
@@ -138,11 +141,10 @@ class Guesses(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [plans.megatron(4), plans.with_tensor(plans.ring(2, "zigzag"), 2)],
-    ids=plans.name,
+    ("plan", "vocab"),
+    [(plans.megatron(4), 97), (plans.with_tensor(plans.ring(2, "zigzag"), 2), 96)],
+    ids=lambda x: plans.name(x) if isinstance(x, dict) else str(x),
 )
-@pytest.mark.parametrize("vocab", [97, 96])
 def test_what_needs_every_word_gathers_them(plan: plans.Plan, vocab: int) -> None:
     spec = Spec(vocab=vocab, head_bias=True)
     batch = {k: v.clamp(min=0) for k, v in inputs(spec).items()}

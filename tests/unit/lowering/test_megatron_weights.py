@@ -35,15 +35,17 @@ NEOX, GPT2, PHI3 = "gpt_neox.layers.0.", "transformer.h.0.", "model.layers.0."
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [
-        plans.megatron(4),
-        plans.with_tensor(plans.ulysses(2), 2),
-        plans.with_data(plans.megatron(2), 2),
-    ],
-    ids=plans.name,
+    ("family", "plan"),
+    plans.in_turn(
+        [*KINDS, "encoder", *KINDS, "encoder"],
+        [
+            plans.megatron(4),
+            plans.with_tensor(plans.ulysses(2), 2),
+            plans.with_data(plans.megatron(2), 2),
+        ],
+    ),
+    ids=lambda x: plans.name(x) if isinstance(x, dict) else x,
 )
-@pytest.mark.parametrize("family", [*KINDS, "encoder"])
 def test_parity(family: str, plan: plans.Plan) -> None:
     """Alone on 2 ranks and in a ring: test_families."""
     tolerance, batch = tolerance_of(family), family_inputs()
@@ -257,9 +259,14 @@ def make(style: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("plan", [plans.megatron(4), plans.with_tensor(plans.ring(2), 2)],
-                         ids=plans.name)  # fmt: skip
-@pytest.mark.parametrize("style", ["stacked", "picked", "by heads", "split", "products"])
+@pytest.mark.parametrize(
+    ("style", "plan"),
+    plans.in_turn(
+        ["stacked", "picked", "by heads", "split", "products"],
+        [plans.megatron(4), plans.with_tensor(plans.ring(2), 2)],
+    ),
+    ids=lambda x: plans.name(x) if isinstance(x, dict) else x,
+)
 def test_ways_to_write_it(style: str, plan: plans.Plan) -> None:
     """Every way is exact, and the projections' work divided."""
     batch = family_inputs()

@@ -229,7 +229,7 @@ class OnRank(torch.fx.Interpreter):
     """Runs a lowered graph on one rank without changing it."""
 
     def __init__(self, graph: torch.fx.Graph, binding: ops.RankBinding):
-        super().__init__(torch.fx.GraphModule(nn.Module(), graph))
+        super().__init__(nn.Module(), graph=graph)  # a GraphModule would be compiled, per rank
         self._binding = binding
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -29,11 +29,11 @@ ONE_LAYER = {
     "gqa": Spec(layers=1, causal=(True,)),
     "mha": Spec(layers=1, causal=(True,), kv_heads=4),
 }
-EVERY_PLAN = (("gqa", torch.float64), ("mha", torch.bfloat16))
+IN_TURN = (("gqa", torch.float64), ("mha", torch.bfloat16))
 OTHERS = tuple(product(("gqa", "mha"), (torch.float64, torch.float32, torch.bfloat16)))
 COMPOSED = (plans.ring(4, "zigzag"), plans.ulysses(4), plans.usp(2, 2, "zigzag"))
 CASES = [
-    *((plan, case) for plan in PLANS if plan not in COMPOSED for case in EVERY_PLAN),
+    *plans.in_turn([plan for plan in PLANS if plan not in COMPOSED], IN_TURN),
     *product(COMPOSED, OTHERS),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -136,3 +137,24 @@ def test_gradients_and_modes_belong_to_the_rank():
         return seen
 
     assert run_ranks(fn, {"x": 2}) == [["rank0"], ["rank1"]]
+
+
+@pytest.mark.parametrize(("cores", "turns"), [(1, 1), (2, 1), (4, 2)])
+def test_ranks_take_turns(cores: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all of them get to every meeting."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    inside: set[int] = set()
+    most: list[int] = []
+
+    def fn(ctx):
+        for _ in range(5):
+            inside.add(ctx.rank)
+            time.sleep(0.001)  # lets others run, where they may
+            most.append(len(inside))
+            inside.discard(ctx.rank)
+            ctx.comm(("x",)).all_gather(torch.zeros(1))
+            time.sleep(0.001)
+
+    run_ranks(fn, {"x": 6})
+    assert len(most) == 6 * 5
+    assert max(most) <= turns
