@@ -71,7 +71,8 @@ def build_program(request: Request) -> Program:
     graph = _lifted_constants(graph, capture.constants, capture.state)
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     builder = ScopeBuilder(graph, capture.state, _aliases(module), request.name)
-    root = builder.build([placeholders[n] for n in capture.inputs])
+    own = () if capture.dropout_keys is None else (capture.dropout_keys,)
+    root = builder.build([placeholders[n] for n in (*capture.inputs, *own)])
     layout = resolved.layout_for(sizes.length or facts.length, facts.all_causal)
     return Program(
         name=request.name,

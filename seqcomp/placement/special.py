@@ -13,7 +13,7 @@ from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.layout.masks import Full
 from seqcomp.placement.pointwise import pointwise_rule
 from seqcomp.placement.rule import Decision, Env, Rule, align, summed
-from seqcomp.placement.spec import Dim, Factor, Spec, whole
+from seqcomp.placement.spec import Dim, Factor, Spec, replicated, whole
 
 
 def attention_rule(node: Node, env: Env) -> Decision:
@@ -59,7 +59,11 @@ def attention_rule(node: Node, env: Env) -> Decision:
     if info.modified and not tiled:
         raise _mask_error(node, info, f"{info.mask_found} where the queries' tokens are not shared")
     extra |= {part: env.spec(part) for part in node.args[9]}
-    if not tokens and not tiled:
+    extra |= {keys: replicated(env.shape(keys)) for keys in node.args[10:11]}
+    # With dropout in tiles also where no axis shares anything out: torch would hold all pairs.
+    alone = bool(info.dropout) and tokens == everywhere == () and square and not broadcast
+    alone = alone and info.mask is not None
+    if not tokens and not tiled and not alone:
         wants = {n: placed(n, ()) for n in (q, k, v)} | extra
         if is_tensor(mask):
             wants[mask] = _batch_only(mask, batch, heads_of, env)
@@ -72,7 +76,7 @@ def attention_rule(node: Node, env: Env) -> Decision:
         if info.mask != Full():
             raise _mask_error(node, info, "a mask between sequences of different lengths")
         wants = {q: placed(q, tokens), k: placed(k, ()), v: placed(v, ())} | extra
-        return Decision(wants, out)
+        return Decision(wants, out, form="drops" if info.dropout else "local")
     if info.mask is None and not tiled:
         raise _mask_error(node, info, info.mask_found)
     wants = {n: placed(n, tokens) for n in (q, k, v)} | extra
