@@ -40,7 +40,7 @@ def pair_dropout(
     assert isinstance(decision.out, Spec)
     dims = decision.out.dims[:3]
     sizes = [made.size(factor.size, node) for dim in dims for factor in dim]
-    columns = made.size(context.capture.shape(node.args[1])[2], node)
+    columns = made.size(decision.attributes["keys"], node)
     op = ops.DropPairs(p, number, _dealt(dims, context))
     with graph.inserting_before(node):
         pairs = graph.call_function(op, (keys, *sizes, columns))

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-_CPU_CHUNK, _CHUNK = 2**16, 2**22  # elements: of caches, and to keep an accelerator busy
+_CPU_CHUNK, _CHUNK = (
+    2**15,
+    2**22,
+)  # elements: of one core and its cache; to keep an accelerator busy
 
 
 def drawn_seed(generator: torch.Generator | None = None) -> int:

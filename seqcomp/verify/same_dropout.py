@@ -29,7 +29,9 @@ def same_dropout(seed: int) -> Iterator[None]:
     used = _Numbers(seed)
     kernels: dict[str, Callable[..., Any]] = {
         "dropout": used.dropout,
+        "dropout_": lambda x, p, train: x.copy_(used.dropout(x, p, train)),
         "feature_dropout": used.by_channel,
+        "feature_dropout_": lambda x, p, train: x.copy_(used.by_channel(x, p, train)),
         "scaled_dot_product_attention": used.attention,
     }
     library = torch.library.Library("aten", "IMPL")
