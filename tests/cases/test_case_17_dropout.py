@@ -226,7 +226,7 @@ class TorchLayers(nn.Module):
     ids=plans.name,
 )
 def test_modules_of_torch(plan: plans.Plan) -> None:
-    report = seqcomp.verify(lambda: TorchLayers().double(), plan, inputs_fn=lambda: batch())
+    report = seqcomp.verify(lambda: TorchLayers().double(), plan, inputs_fn=batch)
     assert report.ok, str(report)
     assert any("SC413" in finding for finding in report.findings)
 
