@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 _CPU_CHUNK, _CHUNK = (
     2**15,
@@ -41,9 +40,25 @@ def keep_mask(key: Tensor, index: Sequence[Tensor], sizes: Sequence[int], p: flo
     key: int64 [2]. index: for each dim the places in the whole value of those asked for, int64
     [n]; sizes: of the whole value.
     """
+    kept: Tensor = torch.ops.seqcomp.keep_mask(key, list(index), list(sizes), p)
+    return kept
+
+
+# One operation for whoever traces: inductor takes products of an arange with a number for indices,
+# which must not wrap around.
+torch.library.define(
+    "seqcomp::keep_mask", "(Tensor key, Tensor[] index, SymInt[] sizes, float p) -> Tensor"
+)
+
+
+@torch.library.register_fake("seqcomp::keep_mask")
+def _imagined(key: Tensor, index: list[Tensor], sizes: list[int], p: float) -> Tensor:
+    return key.new_empty([places.shape[0] for places in index], dtype=torch.bool)
+
+
+def computed_mask(key: Tensor, index: list[Tensor], sizes: list[int], p: float) -> Tensor:
+    """What `keep_mask` gives, in operations of torch."""
     shape = [places.shape[0] for places in index]
-    if isinstance(key, FakeTensor):  # shapes are all that is asked for
-        return torch.empty(shape, dtype=torch.bool, device=key.device)
     if p >= 1:
         return torch.zeros(shape, dtype=torch.bool, device=key.device)
     rows, stride = key[:1], math.prod(sizes[1:])
@@ -62,6 +77,9 @@ def keep_mask(key: Tensor, index: Sequence[Tensor], sizes: Sequence[int], p: flo
             counter = rows[part[0]].unsqueeze(1) + columns[part[1]]
             torch.lt(_mixed(counter, key[1]), below, out=out[part])
     return out.view(shape)
+
+
+torch.library.impl("seqcomp::keep_mask", "CompositeExplicitAutograd", computed_mask)
 
 
 def dropout(

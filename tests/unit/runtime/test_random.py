@@ -102,7 +102,7 @@ def test_the_hash_needs_a_chunk_of_memory() -> None:
     index = [torch.arange(n) for n in (8, 64, 2048)]
     key = keys_of(0, 1, CPU)[0]
     with Largest() as seen:
-        keep_mask(key, index, [8, 64, 2048], 0.1)
+        random.computed_mask(key, index, [8, 64, 2048], 0.1)
     assert seen.size <= 8 * random._CPU_CHUNK < 8 * 8 * 64 * 2048 / 16
 
 
