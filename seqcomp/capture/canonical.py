@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from seqcomp.capture.dropout import keyed_dropout_pass
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
 from seqcomp.capture.export import Capture
 from seqcomp.capture.flat_heads import flat_heads_pass
 from seqcomp.capture.functional import filled_buffers_pass, functional_pass
-from seqcomp.capture.kinds import DROPOUTS, VIEWS, is_pointwise
+from seqcomp.capture.kinds import DROPOUTS, OTHER_DROPOUTS, VIEWS, is_off, is_pointwise
 from seqcomp.capture.linears import linears_pass
 from seqcomp.capture.losses import mean_loss_pass, shift_labels_pass
 from seqcomp.diagnostics import PlanError, diagnostic
@@ -37,6 +38,7 @@ def canonicalise(capture: Capture) -> Capture:
         broadcasts_pass,
         drop_identities_pass,
         linears_pass,
+        keyed_dropout_pass,
         refuse_random_pass,
         shift_labels_pass,
         mean_loss_pass,
@@ -207,8 +209,8 @@ def _is_identity(capture: Capture, node: Node, source: Node) -> bool:
         return same and not argument(node, 3, "copy", False)
     if name in ("aten.expand", "aten.slice"):
         return capture.shape(node) == capture.shape(source)
-    if name in DROPOUTS:
-        return not node.args[2] or node.args[1] == 0.0
+    if name in (*DROPOUTS, *OTHER_DROPOUTS):
+        return is_off(node)
     return False
 
 
@@ -218,39 +220,35 @@ def _drops(node: Node) -> bool:
 
 
 def refuse_random_pass(capture: Capture) -> None:
-    """Random numbers would differ between ranks and from one device: refused by name."""
+    """Random numbers would differ between ranks and from one device: refused by name.
+
+    Dropout has become a function of its key before.
+    """
     found = []
     for node in capture.graph.nodes:
         if node.op != "call_function":
             continue
         target = node.target
-        if op_name(node) in DROPOUTS:
-            found.append((node, "SC913", f"dropout p={node.args[1]} in train mode"))
-        elif (
-            op_name(node) == "aten.scaled_dot_product_attention"
-            and argument(node, 4, "dropout_p", 0.0) > 0
-        ):
-            found.append((node, "SC304", f"attention dropout p={argument(node, 4, 'dropout_p')}"))
-        elif (
+        if (
             isinstance(target, torch._ops.OpOverload)
             and torch.Tag.nondeterministic_seeded in target.tags
             and op_name(node) != "aten.scaled_dot_product_attention"
             and not (op_name(node) in _RECURRENT and not _drops(node))
         ):
-            found.append((node, "SC308", str(target)))
+            found.append((node, str(target)))
     if found:
         raise PlanError(
             [
                 diagnostic(
-                    code,
+                    "SC308",
                     where=place_of(node),
                     found=what,
-                    legal="no random numbers inside the forward",
-                    help="set dropout to 0, or call eval() first"
+                    legal="no random numbers inside the forward but those of dropout",
+                    help="use dropout of another kind, or call eval() first"
                     if "dropout" in what
                     else "draw the numbers outside of the model and pass them in",
                 )
-                for node, code, what in found
+                for node, what in found
             ]
         )
 

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
+from seqcomp.capture.dropout import Dropped
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
 from seqcomp.capture.export import Capture
 
@@ -41,6 +42,7 @@ class Written:
     dtype: torch.dtype | None = None
     lse: bool = False  # the log-sum-exp is one more column of `out`
     mod: tuple[Node, Node] | None = None  # (scores in any form, made of q k^T scale)
+    dropped: Dropped | None = None
 
 
 @dataclass
@@ -70,9 +72,10 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
     if softmax.meta["val"].ndim != 4 or dim not in (3, -1):
         return None
     walked = scores_behind(capture, softmax.args[0])
-    product = _weights_times_values(softmax, with_sinks=walked is not None and bool(walked.sinks))
-    if walked is None or product is None:
+    used = _weights_times_values(softmax, with_sinks=walked is not None and bool(walked.sinks))
+    if walked is None or used is None:
         return None
+    product, dropped = used
     q, k_t = walked.node.args[:2]
     k = _transposed(k_t)
     v = product.args[1]
@@ -94,6 +97,7 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
         softcap=walked.softcap,
         sinks=walked.sinks,
         dtype=softmax.meta["val"].dtype,
+        dropped=dropped,
     )
 
 
@@ -338,22 +342,25 @@ _STEPS: dict[str, Step] = {
 }
 
 
-def _weights_times_values(softmax: Node, *, with_sinks: bool) -> Node | None:
-    """The matmul with the values, where nothing else uses the weights."""
-    node = softmax
+def _weights_times_values(softmax: Node, *, with_sinks: bool) -> tuple[Node, Dropped | None] | None:
+    """The matmul with the values, where nothing else uses the weights, and what drops these."""
+    node, dropped = softmax, None
     while len(node.users) == 1:
         user = next(iter(node.users))
         name = op_name(user)
         if name == "aten.matmul" and user.args[0] is node and is_tensor(user.args[1]):
-            return None if with_sinks else user
+            return None if with_sinks else (user, dropped)
         if name == "aten.slice" and with_sinks:
             dim, stop = argument(user, 1, "dim", 0), argument(user, 3, "end")
             if dim not in (3, -1) or stop != -1 or argument(user, 2, "start", 0) not in (0, None):
                 return None
             with_sinks = False
-        elif name not in ("aten.to", "aten.contiguous", "aten.clone") and (
-            name != "aten.dropout" or (argument(user, 2, "train") and argument(user, 1, "p"))
-        ):
+        elif name == "keyed_dropout" and dropped is None and not with_sinks:
+            _, _, number, p, dims = user.args
+            if dims != 4:
+                return None
+            dropped = Dropped(p, number)
+        elif name not in ("aten.to", "aten.contiguous", "aten.clone"):
             return None
         node = user
     return None

@@ -50,6 +50,8 @@ class Capture:
     units: Units
     checks: list[sympy.Basic] = field(default_factory=list)
     read: set[str] = field(default_factory=set)  # buffers whose values are baked in
+    dropouts: int = 0  # that draw in each call
+    dropout_keys: str | None = None  # the placeholder of their keys, an input of our own
 
     def shape(self, node: torch.fx.Node) -> tuple[Size, ...]:
         """Global shape of a tensor node in B and S."""

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
 from seqcomp.capture.export import Capture
-from seqcomp.capture.kinds import DROPOUTS
+from seqcomp.capture.kinds import DROPOUTS, OTHER_DROPOUTS, is_off
 from seqcomp.diagnostics import PlanError, diagnostic
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ def functional_pass(capture: Capture) -> None:
         schema = node.target._schema
         if not schema.is_mutable:
             continue
-        if op_name(node) in DROPOUTS:
+        if op_name(node) in (*DROPOUTS, *OTHER_DROPOUTS) and is_off(node):
             continue
         base = node.args[0]
         if _write_part(capture, editor, node):

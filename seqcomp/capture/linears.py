@@ -76,8 +76,12 @@ def _unflatten(capture: Capture, editor: Editor, linear: Node) -> None:
     x, (shape,) = flat.args[0], shapes
     if len(shape) < 3 or shape[-1] != capture.shape(linear)[-1]:
         return
-    if capture.shape(x) != (*shape[:-1], capture.shape(flat)[-1]):
-        sizes = [*users[0].args[1][:-1], flat.meta["val"].shape[-1]]
+    width = capture.shape(flat)[-1]
+    if capture.shape(x) != (*shape[:-1], width):
+        if not width.is_Integer:
+            return
+        # Not what torch knows it by, which may be an expression of a symbol that is a number here.
+        sizes = [*users[0].args[1][:-1], int(width)]
         x = editor.call(aten.reshape.default, (x, sizes), before=users[0], like=linear)
     args = (x, *linear.args[1:])
     new = editor.call(linear.target, args, linear.kwargs, before=users[0], like=linear)

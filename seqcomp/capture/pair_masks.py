@@ -330,7 +330,7 @@ class _Walk:
 def _is_random(node: Node) -> bool:
     # Evaluated for each tile anew, it would be another mask each time.
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or (
-        op_name(node) == "aten.dropout"
+        op_name(node) == "keyed_dropout"
     )
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from seqcomp.capture.dropout import refuse_unread_attention
 from seqcomp.capture.eager import Written, find_eager
 from seqcomp.capture.edit import argument, is_tensor, module_path, op_name
 from seqcomp.capture.export import Capture
@@ -25,6 +26,7 @@ from seqcomp.capture.flex import find_flex
 from seqcomp.capture.masks import MaskReader
 from seqcomp.capture.pair_masks import PairReader, PairReading
 from seqcomp.layout.masks import Causal, Full, Mask
+from seqcomp.runtime.attention.pair_dropout import PairDropout
 
 aten = torch.ops.aten
 
@@ -49,6 +51,7 @@ class AttentionInfo:
     softcap: float = 0.0
     dtype: torch.dtype | None = None  # of the softmax, where the model fixes it
     lse: bool = False  # the log-sum-exp is one more column of the result
+    dropout: float = 0.0
 
     @property
     def causal(self) -> bool:
@@ -71,10 +74,14 @@ def attention(
     sinks: Tensor | None = None,
     lse: bool = False,
     parts: Sequence[Tensor] = (),
+    dropout: Tensor | PairDropout | None = None,
+    number: int = 0,
+    p: float = 0.0,
 ) -> Tensor:
     """The operation that attention nodes stand for, on one device. Score mods run on tiles only;
-    `parts` are what their descriptions are made of."""
-    if not softcap and sinks is None and not lse:
+    `parts` are what their descriptions are made of. dropout: the keys of the call, of which this
+    attention's is the `number`-th, or what is known on a rank that has a part of the queries."""
+    if not softcap and sinks is None and not lse and dropout is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -92,7 +99,17 @@ def attention(
     if sinks is not None:
         column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, column), -1)
-    out = scores.softmax(-1)[..., : k.shape[2]] @ v
+    if dropout is None:
+        out = scores.softmax(-1)[..., : k.shape[2]] @ v
+    else:
+        if not isinstance(dropout, PairDropout):
+            sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+            dropout = PairDropout.whole(dropout[number], p, sizes)
+        # Like the fused ones: a query that sees nothing gets zeros.
+        nothing = scores.isneginf().all(-1, keepdim=True)
+        weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+        factors = dropout.all_keys().factors(slice(None), weights.dtype)
+        out = (weights[..., : k.shape[2]] * factors) @ v
     return torch.cat((out, scores.logsumexp(-1, keepdim=True)), -1) if lse else out
 
 
@@ -115,6 +132,7 @@ def recognise_attention(capture: Capture, module: torch.nn.Module) -> tuple[Atte
         for item in sorted(written, key=lambda w: order[w.out])
     ]
     capture.graph.eliminate_dead_code()
+    refuse_unread_attention(capture)
     return tuple(found)
 
 
@@ -129,6 +147,7 @@ def _fused(capture: Capture) -> list[Written]:
             scale=argument(node, 6, "scale"),
             mask=argument(node, 3, "attn_mask"),
             causal=bool(argument(node, 5, "is_causal", False)),
+            dropped=node.meta.get("dropped"),
         )
         for node in capture.graph.nodes
         if node.op == "call_function"
@@ -167,6 +186,7 @@ def _rewrite(
         softcap=written.softcap,
         dtype=written.dtype,
         lse=written.lse,
+        dropout=written.dropped.p if written.dropped else 0.0,
     )
     keep_mask = mask_node if mask is None or _needs_operand(mask) else None
     # What a description is made of that is not behind the mask: sizes, and all parts of a mod.
@@ -178,6 +198,9 @@ def _rewrite(
         q, k, v, keep_mask, mask == Causal(0), scale, written.softcap, written.sinks, written.lse,
         parts,
     )  # fmt: skip
+    if written.dropped is not None:
+        keys = next(n for n in capture.graph.nodes if n.name == capture.dropout_keys)
+        args = (*args, keys, written.dropped.number, written.dropped.p)
     with capture.graph.inserting_before(node):
         new = capture.graph.call_function(attention, args)
     new.meta.update(node.meta)

@@ -75,7 +75,8 @@ def build_program(request: Request) -> Program:
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     aliases = _aliases(module)
     builder = ScopeBuilder(graph, capture.state, aliases, request.name)
-    root = builder.build([placeholders[n] for n in capture.inputs])
+    own = () if capture.dropout_keys is None else (capture.dropout_keys,)
+    root = builder.build([placeholders[n] for n in (*capture.inputs, *own)])
     layout = resolved.layout_for(sizes.length or facts.length, facts.all_causal)
     return Program(
         name=request.name,

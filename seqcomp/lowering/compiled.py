@@ -44,6 +44,7 @@ from seqcomp.lowering.variants import (
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.plan.rules import check_plan
 from seqcomp.runtime.comm import RankContext
+from seqcomp.runtime.random import drawn_seed, keys_of
 
 _SLOT = "_seqcomp_compiled"
 
@@ -157,8 +158,16 @@ class CompiledModule:
         except PlanError:
             self._division.abandon_call()
             raise
-        leaves = run(self._module, *call.leaves)
+        leaves = run(self._module, *call.leaves, *self._dropout_keys(program))
         return pytree.tree_unflatten(list(leaves), program.out_spec)
+
+    def _dropout_keys(self, program: Program) -> tuple[Tensor, ...]:
+        """The keys of one call, where it has dropout: of a seed that all ranks share."""
+        count = program.capture.dropouts
+        if not count:
+            return ()
+        seed = self._consensus.drawn(drawn_seed)
+        return (keys_of(seed, count, self._context.device),)
 
     def prepare(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Program, Call]:
         """Compiles for a call without running it; its program, and the call as it was bound."""

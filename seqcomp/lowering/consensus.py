@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ class Consensus:
     """The exchanges of one compiled module. With `checks: off` every rank is on its own."""
 
     def __init__(self, context: RankContext, checks: Checks):
+        self._context = context
         self._agreement = Agreement(context, _TIMEOUT_S)
         self._checks = checks
 
@@ -31,6 +32,16 @@ class Consensus:
     def on_compile(self, failure: PlanError | None, facts: Mapping[str, str]) -> None:
         """After each compilation, before the program first runs."""
         self._exchange(failure, facts, active=self._checks != "off")
+
+    def drawn(self, draw: Callable[[], int]) -> int:
+        """What rank 0 draws, on all ranks, whatever is checked: masks of dropout must be alike.
+
+        Raises PlanError SC505 where a rank is missing.
+        """
+        try:
+            return self._context.host.of_first(draw, timeout_s=_TIMEOUT_S)
+        except (RuntimeError, TimeoutError) as error:
+            raise PlanError([_lost(RankLostError(str(error)))]) from error
 
     def _exchange(
         self, failure: PlanError | None, facts: Mapping[str, str], *, active: bool

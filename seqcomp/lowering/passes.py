@@ -15,6 +15,7 @@ from seqcomp.diagnostics import diagnostic
 from seqcomp.lowering import ops
 from seqcomp.lowering.along import running_sum_form, tokens_form, window_form
 from seqcomp.lowering.context import Graph, LoweringContext, Pass, Traced
+from seqcomp.lowering.dropout import KEYS, dropout_form, pair_dropout
 from seqcomp.lowering.gradients import sum_gradients_pass
 from seqcomp.lowering.hoist import hoist_shards_pass
 from seqcomp.lowering.outputs import output_boundary_pass
@@ -169,18 +170,20 @@ def _attention(
     _heads(graph, node, decision, made, context)
     info = node.meta["attention"]
     transport = context.transports[info.where]
+    whole = not decision.attributes["tokens"]
+    dropout = pair_dropout(graph, node, decision, made, context)
     node.target = ops.Attention(
-        info.mask, info.scale, transport, info.where, info.softcap, info.lse
+        info.mask, info.scale, transport, info.where, info.softcap, info.lse, whole
     )
     tiling = None
     if info.pairs is not None:
         rows = context.capture.shape(node)[2]
         tiling = tiling_of(graph, info.pairs, decision, made, context, rows)
         _report_dense(info, context)
-    length: tuple[Any, ...] = ()
-    if context.mesh.pads and decision.attributes["tokens"]:
-        length = (made.size(context.capture.length, node),)
-    node.args = (*node.args[:3], tiling, node.args[7], *length)
+    length = None
+    if context.mesh.pads and not whole:
+        length = made.size(context.capture.length, node)
+    node.args = (*node.args[:3], tiling, node.args[7], length, dropout)
 
 
 def _report_dense(info: AttentionInfo, context: LoweringContext) -> None:
@@ -199,6 +202,23 @@ def _report_dense(info: AttentionInfo, context: LoweringContext) -> None:
                 "to save the memory",
             )
         )
+
+
+def _whole_attention(
+    graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
+) -> None:
+    """Attention of a rank's heads over all tokens, as torch has it."""
+    _heads(graph, node, decision, made, context)
+    _drops(graph, node, decision, made, context)
+
+
+def _drops(
+    graph: Graph, node: Node, decision: Decision, made: Redistributor, context: LoweringContext
+) -> None:
+    """Attention as torch has it, of probabilities that are dropped by their places."""
+    pairs = pair_dropout(graph, node, decision, made, context)
+    if pairs is not None:
+        node.args = (*node.args[:KEYS], pairs)
 
 
 def _heads(
@@ -275,7 +295,9 @@ _LOCAL_FORMS = {
     "attention": _attention,
     "create": _unchanged,
     "unit": _unit,
-    "heads": _heads,
+    "heads": _whole_attention,
+    "drops": _drops,
+    "dropout": dropout_form,
     "column": _column,
     "vocabulary": _vocabulary,
     "vocabulary_loss": _vocabulary_loss,

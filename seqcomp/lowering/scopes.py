@@ -224,8 +224,8 @@ class ScopeBuilder:
                     continue
                 if self._attribute(operand, child_path) is None:
                     needed.append(operand)
-        needed.sort(key=_is_weight)
-        count = len(needed) - sum(map(_is_weight, needed))
+        needed.sort(key=_is_ours)
+        count = len(needed) - sum(map(_is_ours, needed))
         given = [
             n
             for n in sorted(inside, key=self._order.__getitem__)
@@ -251,8 +251,10 @@ class ScopeBuilder:
                 local[node] = graph.call_function(_getitem, (call, i))
 
 
-def _is_weight(node: Node) -> bool:
-    """A parameter as its bucket hands it out."""
+def _is_ours(node: Node) -> bool:
+    """A parameter as its bucket hands it out, or an input that no caller knows of."""
+    if "ours" in node.meta:
+        return True
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, Node) and isinstance(source.target, ops.FillBucket)
 

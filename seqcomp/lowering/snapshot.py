@@ -38,6 +38,8 @@ class Snapshot:
     parameters: frozenset[str]
     inputs: tuple[str, ...]
     values: Mapping[str, Traced]
+    dropout_keys: str | None = None  # the placeholder
+    dropouts: int = 0
 
 
 def keep_global_pass(graph: Graph, context: LoweringContext) -> Graph:
@@ -82,6 +84,8 @@ def snapshot(graph: Graph, context: LoweringContext) -> Snapshot | None:
             for node, traced in context.traced.items()
             if node in alive and traced.source in known
         },
+        dropout_keys=capture.dropout_keys,
+        dropouts=capture.dropouts,
     )
 
 

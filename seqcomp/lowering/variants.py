@@ -32,6 +32,7 @@ class Variant:
     autocast: tuple[Any, ...]
     leaves: tuple[Any, ...]
     structure: str
+    rates: tuple[float, ...] = ()  # of dropout modules that are on
 
 
 def mesh_view(resolved: ResolvedPlan) -> MeshView:
@@ -99,6 +100,11 @@ def variant_of(
         autocast=autocast,
         leaves=leaves,
         structure=str(call.treespec),
+        rates=tuple(
+            m.p
+            for m in modules
+            if m.training and isinstance(m, torch.nn.modules.dropout._DropoutNd)
+        ),
     )
 
 

@@ -26,6 +26,7 @@ from seqcomp.placement.along import ALONG_RULES
 from seqcomp.placement.contract import CONTRACT_RULES
 from seqcomp.placement.counts import COUNT_RULES
 from seqcomp.placement.dimwise import DIMWISE_RULES
+from seqcomp.placement.dropout import DROPOUT_RULES
 from seqcomp.placement.findings import gather_findings, travel_finding
 from seqcomp.placement.megatron import TensorPlan, plan_tensor_axis, split_row_biases
 from seqcomp.placement.memo import DecisionMemo
@@ -233,7 +234,10 @@ def _cut(dim: Dim, size: object, axes: tuple[str, ...]) -> Dim | None:
 
 def _rule_for(node: Node) -> Rule | None:
     name = op_name(node)
-    tables = (UNIT_RULES, SPECIAL_RULES, COUNT_RULES, VIEW_RULES, CONTRACT_RULES, ALONG_RULES)
+    tables = (
+        UNIT_RULES, SPECIAL_RULES, DROPOUT_RULES, COUNT_RULES, VIEW_RULES, CONTRACT_RULES,
+        ALONG_RULES,
+    )  # fmt: skip
     for table in tables:
         if name in table:
             return table[name]

@@ -22,12 +22,13 @@ def pointwise_rule(node: Node, env: Env) -> Decision:
     operands = list(dict.fromkeys(tensor_args(node)))
     if op_name(node) in _CASTS and len(operands) > 1:
         like = operands.pop()
-        decision = _aligned(node, operands, env)
+        decision = aligned(node, operands, env)
         return replace(decision, wants={**decision.wants, like: env.spec(like)})
-    return _aligned(node, operands, env)
+    return aligned(node, operands, env)
 
 
-def _aligned(node: Node, operands: list[Node], env: Env) -> Decision:
+def aligned(node: Node, operands: list[Node], env: Env) -> Decision:
+    """As any element-wise operation of `operands` is placed."""
     for operand in operands:
         _check_broadcast(operand, env.shape(operand), env.shape(node))
     wants, dims = align(operands, env.shape(node), env)

@@ -13,7 +13,7 @@ from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.layout.masks import Full
 from seqcomp.placement.pointwise import pointwise_rule
 from seqcomp.placement.rule import Decision, Env, Rule, align, summed
-from seqcomp.placement.spec import Dim, Factor, Spec, whole
+from seqcomp.placement.spec import Dim, Factor, Spec, replicated, whole
 
 
 def attention_rule(node: Node, env: Env) -> Decision:
@@ -51,15 +51,20 @@ def attention_rule(node: Node, env: Env) -> Decision:
         extra[sinks] = Spec(
             ((Factor(env.shape(sinks)[0], by_head),),) if by_head else (whole(info.heads),)
         )
-    attributes = {"tokens": tokens, "sliced": sliced, "by_head": by_head}
+    keys = env.shape(k)[2]
+    attributes = {"tokens": tokens, "sliced": sliced, "by_head": by_head, "keys": keys}
     everywhere = tuple(a for a in env.mesh.sequence if a not in by_head)
-    square = env.shape(k)[2] == length
+    square = keys == length
     tiled = info.pairs is not None and tokens == everywhere and not broadcast
     tiled = tiled and (square or bool(tokens))
     if info.modified and not tiled:
         raise _mask_error(node, info, f"{info.mask_found} where the queries' tokens are not shared")
     extra |= {part: env.spec(part) for part in node.args[9]}
-    if not tokens and not tiled:
+    extra |= {given: replicated(env.shape(given)) for given in node.args[10:11]}
+    # With dropout in tiles also where no axis shares anything out: torch would hold all pairs.
+    alone = bool(info.dropout) and tokens == everywhere == () and square and not broadcast
+    alone = alone and info.mask is not None
+    if not tokens and not tiled and not alone:
         wants = {n: placed(n, ()) for n in (q, k, v)} | extra
         if is_tensor(mask):
             wants[mask] = _batch_only(mask, batch, heads_of, env)
@@ -68,11 +73,11 @@ def attention_rule(node: Node, env: Env) -> Decision:
         return Decision(wants, out, form="heads", attributes=attributes, gathered=lost)
     rows: Dim = (Factor(length, tokens),) if tokens else whole(length)
     out = Spec((batch, heads_of(q), rows, whole(shape[3])))
-    if env.shape(k)[2] != length:
+    if not square:
         if info.mask != Full():
             raise _mask_error(node, info, "a mask between sequences of different lengths")
         wants = {q: placed(q, tokens), k: placed(k, ()), v: placed(v, ())} | extra
-        return Decision(wants, out)
+        return Decision(wants, out, "drops" if info.dropout else "local", attributes)
     if info.mask is None and not tiled:
         raise _mask_error(node, info, info.mask_found)
     wants = {n: placed(n, tokens) for n in (q, k, v)} | extra

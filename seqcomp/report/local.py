@@ -167,6 +167,10 @@ def _computed(
             given = (*args[:3], *(tiling or ()), *([] if sinks is None else [sinks]))
             grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
             return out.requires_grad_(grad)
+        case ops.Dropout():
+            return args[0] * 1.0
+        case ops.DropPairs():
+            return args[0]
         case ops.MaskTiling():
             return args[1:]  # what attention may hand gradients to
         case ops.ColumnLinear():

@@ -122,24 +122,34 @@ def kernel_rows(
         rows.append(
             KernelRow(
                 module=info.where,
-                kernel=_kernel(info, device, dtype, q, v) if divided else "sdpa",
+                kernel=_kernel(info, device, dtype, q, v, divided=divided),
                 dtype=str(dtype).removeprefix("torch."),
                 heads=info.heads,
                 kv_heads=info.kv_heads,
                 head_dim=q.shape[3],
                 mask=mask_name(info),
                 layout=program.layout.kind,
-                transport=op.transport if divided and resolved.ring_size > 1 else "none",
+                transport=op.transport
+                if divided and not op.whole and resolved.ring_size > 1
+                else "none",
             )
         )
     return tuple(rows)
 
 
 def _kernel(
-    info: AttentionInfo, device: torch.device, dtype: torch.dtype, q: Tensor, v: Tensor
+    info: AttentionInfo,
+    device: torch.device,
+    dtype: torch.dtype,
+    q: Tensor,
+    v: Tensor,
+    *,
+    divided: bool,
 ) -> str:
-    if info.softcap:
+    if info.dropout or (divided and info.softcap):
         return "math"
+    if not divided:
+        return "sdpa"
     return kernels.choose(device, dtype, q.shape[3], v.shape[3])
 
 
@@ -289,6 +299,8 @@ def _attention(
     layout: SequenceLayout,
     ring_rank: int,
 ) -> Iterator[CommRow]:
+    if op.whole:
+        return
     q, k, v = _operands(node, values)[:3]
     element = values[node].element_size()
     shape = AttentionShape(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -174,6 +174,11 @@ class HostChannel(ABC):
     @abstractmethod
     def all_max(self, values: Sequence[int], *, timeout_s: float = 300.0) -> list[int]:
         """Element-wise maximum over the ranks; raises RuntimeError when some rank is late."""
+
+    @abstractmethod
+    def of_first(self, draw: Callable[[], int], *, timeout_s: float = 300.0) -> int:
+        """The number >= 0 that rank 0 draws, on all ranks. A rank with random state of its own
+        draws as well, so that states that are equal stay equal. Raises as `all_max`."""
 
 
 class KeyValueStore(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -39,12 +39,19 @@ class GlooHost(HostChannel):
             distance *= 2
         return best.tolist()
 
+    def of_first(self, draw: Callable[[], int], *, timeout_s: float = 300.0) -> int:
+        number = draw()
+        return self.all_max([number if self._group.rank() == 0 else -1], timeout_s=timeout_s)[0]
+
 
 class LonelyHost(HostChannel):
     """A mesh of one rank."""
 
     def all_max(self, values: Sequence[int], *, timeout_s: float = 300.0) -> list[int]:
         return list(values)
+
+    def of_first(self, draw: Callable[[], int], *, timeout_s: float = 300.0) -> int:
+        return draw()
 
 
 class PrefixedStore(KeyValueStore):

@@ -298,6 +298,13 @@ class _ThreadHost(HostChannel):
         given = self._room.meet(self._rank, what, list(values), timeout_s)
         return [max(column) for column in zip(*given, strict=True)]
 
+    def of_first(self, draw: Callable[[], int], *, timeout_s: float = 300.0) -> int:
+        # The random state belongs to the process: it is drawn from once, when all have arrived
+        # and none can be at work on it.
+        self.all_max([0], timeout_s=timeout_s)
+        number = draw() if self._rank == 0 else -1
+        return self.all_max([number], timeout_s=timeout_s)[0]
+
 
 class _ThreadStore(KeyValueStore):
     def __init__(self, world: ThreadWorld) -> None:

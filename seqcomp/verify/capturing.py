@@ -13,6 +13,7 @@ from seqcomp.capture.facts import makes_cache
 from seqcomp.verify.diverging import distance, first_values
 from seqcomp.verify.observe import Observation
 from seqcomp.verify.report import Divergence
+from seqcomp.verify.same_dropout import same_dropout, seed_of_verification
 from seqcomp.verify.trace import Whole
 
 
@@ -91,7 +92,7 @@ def module_results(model: nn.Module, inputs: Mapping[str, Any]) -> list[tuple[st
         module.register_forward_hook(record(path))
     if makes_cache(model):
         inputs = {"use_cache": False, **inputs}
-    with torch.no_grad():
+    with torch.no_grad(), same_dropout(seed_of_verification()):
         model(**inputs)
     return found
 

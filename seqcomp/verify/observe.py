@@ -18,6 +18,7 @@ from seqcomp.lowering.ops import Place
 from seqcomp.lowering.parameters import Cut
 from seqcomp.lowering.precision import computing_dtype, rounds_elsewhere
 from seqcomp.verify.parts import Share
+from seqcomp.verify.same_dropout import SEED, same_dropout, seed_of_verification
 
 ModelFn = Callable[[], nn.Module]
 Weights = Callable[[str, Tensor], Tensor]
@@ -63,15 +64,17 @@ def observe_one(
 ) -> Observation:
     """Forward and backward on one device; what the plan drops is left out of the objective.
 
-    A cache that the model would make by its own default is not made, as in compiled calls.
+    A cache that the model would make by its own default is not made, as in compiled calls, and
+    dropout drops what it drops there.
     """
     if makes_cache(model):
         inputs = {"use_cache": False, **inputs}
-    outputs = {n: x for n, x in named_outputs(model(**inputs)).items() if not is_dropped(n)}
-    order = list(outputs)
-    return _differentiated(
-        model, outputs, lambda name, x: projection(tuple(x.shape), order.index(name))
-    )
+    with same_dropout(seed_of_verification()):
+        outputs = {n: x for n, x in named_outputs(model(**inputs)).items() if not is_dropped(n)}
+        order = list(outputs)
+        return _differentiated(
+            model, outputs, lambda name, x: projection(tuple(x.shape), order.index(name))
+        )
 
 
 def observe_rank(
@@ -82,6 +85,7 @@ def observe_rank(
     rank: int,
 ) -> RankObservation:
     """Forward and backward of a compiled model. `shapes`: of the outputs of one device."""
+    torch.manual_seed(SEED)
     outputs = {n: x for n, x in named_outputs(model(**inputs)).items() if n in shapes}
     compiled, order = of(model), list(shapes)
     program, _ = compiled.last_program()

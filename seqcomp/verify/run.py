@@ -67,7 +67,8 @@ def verify(
     if backend not in ("lockstep", "gloo"):
         raise ValueError(f"backend must be 'lockstep' or 'gloo', not {backend!r}")
     checked = Verification(model_fn, plan, inputs_fn, backend, timeout, progress)
-    return checked.run()
+    with torch.random.fork_rng():
+        return checked.run()
 
 
 class Verification:

@@ -21,6 +21,7 @@ from seqcomp.lowering.context import Traced
 from seqcomp.lowering.ops import Place
 from seqcomp.lowering.program import Program
 from seqcomp.lowering.snapshot import Operation, Snapshot
+from seqcomp.runtime.random import keys_of
 from seqcomp.verify.observe import (
     ModelFn,
     Weights,
@@ -30,6 +31,7 @@ from seqcomp.verify.observe import (
     seeded,
 )
 from seqcomp.verify.parts import Share
+from seqcomp.verify.same_dropout import seed_of_verification
 
 
 @dataclass
@@ -177,7 +179,11 @@ def _given(snapshot: Snapshot, model: nn.Module, leaves: tuple[Any, ...]) -> dic
     tensors: dict[str, Any] = dict(model.named_buffers(remove_duplicate=False))
     tensors |= dict(model.named_parameters(remove_duplicate=False))
     tensors |= snapshot.constants
-    given = {placeholder: tensors[name] for placeholder, name in snapshot.state.items()}
+    given: dict[str, Any] = {k: tensors[name] for k, name in snapshot.state.items()}
+    if snapshot.dropout_keys is not None:
+        device = next(model.parameters()).device
+        keys = keys_of(seed_of_verification(), snapshot.dropouts, device)
+        given[snapshot.dropout_keys] = keys
     return given | dict(zip(snapshot.inputs, leaves, strict=True))
 
 

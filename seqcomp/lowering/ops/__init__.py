@@ -23,6 +23,7 @@ from seqcomp.lowering.ops.compute import (
     VocabularyEmbedding,
     VocabularyLoss,
 )
+from seqcomp.lowering.ops.dropout import Dealt, Dropout, DropPairs
 from seqcomp.lowering.ops.moves import (
     AllReduce,
     AllToAll,
@@ -47,6 +48,9 @@ __all__ = [
     "Attention",
     "ColumnLinear",
     "Constant",
+    "Dealt",
+    "DropPairs",
+    "Dropout",
     "FillBucket",
     "Gather",
     "HidePadding",

@@ -58,6 +58,13 @@ class Place:
     layout: SequenceLayout
     ring_axis: str | None
 
+    def nested(self, axes: tuple[str, ...]) -> tuple[int, int]:
+        """(size, this rank's place) of the joint group over `axes`, the last of them fastest."""
+        size, at = 1, 0
+        for axis in axes:
+            size, at = size * self.sizes[axis], at * self.sizes[axis] + self.coords[axis]
+        return size, at
+
     def layout_over(self, axes: tuple[str, ...]) -> SequenceLayout | None:
         """As `RankBinding.layout_over`."""
         if not axes or axes != self.sequence[: len(axes)] or axes[0] != self.ring_axis:

@@ -17,6 +17,7 @@ from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.lowering.ops.base import Op, RankBinding
 from seqcomp.runtime import tensor_parallel
 from seqcomp.runtime.attention import AttentionPlan, Transport, attention
+from seqcomp.runtime.attention.pair_dropout import PairDropout
 from seqcomp.runtime.attention.pair_mask import PairMask
 from seqcomp.runtime.attention.tiling import DataTiling, StaticTiling, Tiling
 from seqcomp.runtime.tokens import Tokens
@@ -28,7 +29,8 @@ class Attention(Op):
     """Attention over sharded tokens: Ulysses inside, ring outside.
 
     A fourth operand is the tiling of a mask that depends on data (`mask` is None), a fifth the
-    sinks of its heads, a sixth the length of a padded sequence.
+    sinks of its heads, a sixth the length of a padded sequence, a seventh the dropout of pairs.
+    `whole`: every rank has all tokens, and nothing is exchanged.
     """
 
     mask: Mask | None
@@ -37,22 +39,23 @@ class Attention(Op):
     label: str
     softcap: float = 0.0
     lse: bool = False
+    whole: bool = False
     __name__ = "attention"
 
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         def comm(axis: str | None) -> Any:
-            return rank.context.comm((axis,)) if axis in rank.sequence else None
+            shared = axis in rank.sequence and not self.whole
+            return rank.context.comm((axis,)) if shared else None
 
         ring, ulysses = comm(rank.ring_axis), comm(rank.ulysses_axis)
-        plan = AttentionPlan(
-            self.mask, rank.layout, self.transport, self.scale, self.softcap, self.lse
-        )
-        parts = rank.layout.ring * (ulysses.size if ulysses else 1)
+        layout = SequenceLayout("contiguous") if self.whole else rank.layout
+        plan = AttentionPlan(self.mask, layout, self.transport, self.scale, self.softcap, self.lse)
+        parts = layout.ring * (ulysses.size if ulysses else 1)
 
         @functools.lru_cache(maxsize=4)
         def rule_on(dealt: int, device: torch.device, real: int | None) -> StaticTiling:
             assert self.mask is not None, "neither a mask nor a tiling"
-            return StaticTiling(self.mask, rank.layout, dealt, device, real)
+            return StaticTiling(self.mask, layout, dealt, device, real)
 
         def sharded_attention(
             q: Tensor,
@@ -61,11 +64,12 @@ class Attention(Op):
             tiling: Tiling | None = None,
             sinks: Tensor | None = None,
             length: int | None = None,
+            dropout: PairDropout | None = None,
         ) -> Tensor:
             if tiling is None:
                 tiling = rule_on(q.shape[2] * parts, q.device, length)
             return attention(
-                q, k, v, plan, tiling, sinks,
+                q, k, v, plan, tiling, sinks, dropout=dropout,
                 ring=ring, ulysses=ulysses, length=length, label=self.label,
             )  # fmt: skip
 

@@ -15,6 +15,7 @@ from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime.attention import kernels, lse_gradient, ring, ulysses
 from seqcomp.runtime.attention import sinks as sink
 from seqcomp.runtime.attention.heads import of_heads
+from seqcomp.runtime.attention.pair_dropout import PairDropout, RingDropout
 from seqcomp.runtime.attention.tiling import StaticTiling, Tiling
 from seqcomp.runtime.comm import Communicator
 
@@ -46,6 +47,7 @@ def attention(
     tiling: Tiling | None = None,
     sinks: Tensor | None = None,
     *,
+    dropout: PairDropout | None = None,
     ring: Communicator | None = None,
     ulysses: Communicator | None = None,
     length: int | None = None,
@@ -57,6 +59,7 @@ def attention(
     tiling: of a mask that depends on data; shared by the attentions of one forward. What its
     inputs learn from this rank's queries flows back into them.
     sinks: [Hq] logits of the heads of q, appended to every softmax.
+    dropout: of the probabilities; computed in plain tensor operations.
     length: of the whole sequence, whose last tokens are padding that no query sees; None for none.
     s is the local length, S / (ring * ulysses); the output has the dtype of q, gradients those
     of their inputs. Hkv divides Hq; heads that the Ulysses degree does not divide are padded with
@@ -77,7 +80,13 @@ def attention(
         assert plan.mask is not None, "neither a mask nor a tiling"
         dealt = q.shape[2] * (ulysses.size if ulysses else 1) * plan.layout.ring
         tiling = StaticTiling(plan.mask, plan.layout, dealt, q.device, length)
-    return _Attention.apply(q, k, v, sinks, plan, tiling, ring, ulysses, label, *tiling.trained)
+    drop = None
+    if dropout is not None:
+        dealt = q.shape[2] * (ulysses.size if ulysses else 1) * plan.layout.ring
+        drop = RingDropout(dropout, plan.layout, dealt)
+    return _Attention.apply(
+        q, k, v, sinks, plan, tiling, drop, ring, ulysses, label, *tiling.trained
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -90,6 +99,7 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         plan: AttentionPlan,
         tiling: Tiling,
+        dropout: RingDropout | None,
         ring_comm: Communicator | None,
         heads_comm: Communicator | None,
         label: str,
@@ -107,7 +117,7 @@ class _Attention(torch.autograd.Function):
         fastest, masked = (
             kernels.kernel(
                 "math"
-                if plan.softcap or tiling.modifies
+                if plan.softcap or tiling.modifies or dropout is not None
                 else choose(q.device, q.dtype, q.shape[3] + extra, v.shape[3] + extra),
                 group=heads.chunk,
                 softcap=plan.softcap,
@@ -126,6 +136,7 @@ class _Attention(torch.autograd.Function):
             softcap=plan.softcap,
             label=label,
             travel=tiling.travel() if ring_comm is not None else None,
+            dropout=dropout,
         )
         out, lse = ring.forward(ctx.ring, q, k, v)
         if sinks is not None:
@@ -157,7 +168,7 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv = ulysses.to_tokens(
                 (dq, dk, dv), ctx.slots, comm, phase="backward", label=ctx.label
             )
-        return dq, dk, dv, d_sinks, None, None, None, None, None, *trained
+        return dq, dk, dv, d_sinks, None, None, None, None, None, None, *trained
 
 
 def _same_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""Attention in plain tensor operations: any device, dtype, head dims, mask, softcap and score mod.
+"""Attention in plain tensor operations: any device, dtype, head dims, mask, softcap, score mod and
+dropout.
 
 Computes in at least fp32, a few rows at a time, so that memory stays O(tile); the reference for
 the kernels and the fallback for what they do not take.
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from seqcomp.runtime.attention.pair_dropout import TileDropout
 from seqcomp.runtime.attention.score_tile import ScoreTile
 
 TILE_BYTES = 64 * 2**20
@@ -25,16 +27,17 @@ def forward(
     scale: float,
     mask: Tensor | ScoreTile | None = None,
     softcap: float = 0.0,
+    dropout: TileDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See ``kernels``. ``softcap`` c > 0: scores become c tanh(score / c) before the mask
-    (Gemma 2, 2024).
+    (Gemma 2, 2024). ``dropout``: of the probabilities; the log-sum-exp is without.
     """
     parts = []
     with _full_precision(q.device):
         for rows in _chunks(q, k):
             scores = _scores(q, k, rows, causal=causal, scale=scale, mask=mask, softcap=softcap)[0]
             lse = scores.logsumexp(-1)  # of -inf alone: -inf
-            weights = _weights(scores, lse)
+            weights = _dropped(_weights(scores, lse), rows, dropout)
             out = weights @ _per_group(v, weights.dtype)
             parts.append((out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)))
     outs, lses = zip(*parts, strict=True)
@@ -53,6 +56,7 @@ def backward(
     scale: float,
     mask: Tensor | ScoreTile | None = None,
     softcap: float = 0.0,
+    dropout: TileDropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``kernels``; ``out`` and ``lse`` are those of the whole softmax."""
     dq_parts = []
@@ -63,7 +67,7 @@ def backward(
             scores, slope = _scores(
                 q, k, rows, causal=causal, scale=scale, mask=mask, softcap=softcap
             )
-            weights, dscores = _score_gradient(scores, dout, v, out, lse, rows)
+            weights, dscores = _score_gradient(scores, dout, v, out, lse, rows, dropout)
             dv += (weights.mT @ _grouped(dout, rows, k, dtype)).sum(2)
             dscores = dscores * scale if slope is None else dscores * slope * scale
             dq_parts.append((dscores @ _per_group(k, dtype)).flatten(1, 2))
@@ -82,6 +86,7 @@ def mask_gradient(
     scale: float,
     mask: Tensor | ScoreTile,
     softcap: float = 0.0,
+    dropout: TileDropout | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Cotangent of an additive mask or of modified scores, [B, Hq, Sq, Sk] in accumulator dtype:
     of one small tile. And the scores that are modified.
@@ -89,7 +94,7 @@ def mask_gradient(
     rows = slice(0, q.shape[2])
     with _full_precision(q.device):
         scores, _ = _scores(q, k, rows, causal=False, scale=scale, mask=mask, softcap=softcap)
-        found = _score_gradient(scores, dout, v, out, lse, rows)[1].flatten(1, 2)
+        found = _score_gradient(scores, dout, v, out, lse, rows, dropout)[1].flatten(1, 2)
         if not isinstance(mask, ScoreTile):
             return found, None
         plain, _ = _scores(q, k, rows, causal=False, scale=scale, mask=None, softcap=0.0)
@@ -140,13 +145,30 @@ def _scores(
 
 
 def _score_gradient(
-    scores: Tensor, dout: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: slice
+    scores: Tensor,
+    dout: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: slice,
+    dropout: TileDropout | None,
 ) -> tuple[Tensor, Tensor]:
-    """(weights, cotangent of the scores) of some rows."""
+    """(weights of the values, cotangent of the scores) of some rows."""
     weights = _weights(scores, lse[:, :, rows].unflatten(1, (v.shape[1], -1)))
     dout_w, out_w = (_grouped(x, rows, v, weights.dtype) for x in (dout, out))
     delta = (dout_w * out_w).sum(-1, keepdim=True)
-    return weights, weights * (dout_w @ _per_group(v, weights.dtype).mT - delta)
+    products = dout_w @ _per_group(v, weights.dtype).mT
+    if dropout is None:
+        return weights, weights * (products - delta)
+    kept = _dropped(weights, rows, dropout)
+    return kept, kept * products - weights * delta
+
+
+def _dropped(weights: Tensor, rows: slice, dropout: TileDropout | None) -> Tensor:
+    """[B, Hkv, group, rows, Sk] as values are weighted by."""
+    if dropout is None:
+        return weights
+    return weights * dropout.factors(rows, weights.dtype).unflatten(1, weights.shape[1:3])
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
 from seqcomp.runtime.attention.needed import Returned, Route
+from seqcomp.runtime.attention.pair_dropout import RingDropout
 from seqcomp.runtime.attention.sums import Part, TokenSum, summed
 from seqcomp.runtime.attention.tile_mask import TileMask
 from seqcomp.runtime.attention.tiling import Tiling
@@ -53,6 +55,7 @@ class Ring:
     softcap: float = 0.0
     label: str = ""
     travel: Travel | None = None
+    dropout: RingDropout | None = None
 
     @property
     def size(self) -> int:
@@ -83,6 +86,14 @@ class Ring:
     def mask(self, task: TileTask, source: int) -> TileMask:
         """Of a PARTIAL tile."""
         return self.tiling.mask(task, self.rank, source, self.heads)
+
+    def how(self, task: TileTask, source: int) -> dict[str, Any]:
+        """What kernels are told besides tensors and masks."""
+        if self.dropout is None:
+            return {"scale": self.scale}
+        reverse = task.kind is Tile.ANTICAUSAL
+        tile = self.dropout.tile(task, self.rank, source, self.heads, reverse=reverse)
+        return {"scale": self.scale, "dropout": tile}
 
 
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,14 +228,15 @@ def _forward_tile(
 ) -> tuple[Tensor, Tensor]:
     q = q[:, :, task.q_start : task.q_stop]
     k, v = _keys(ring, task, source, k, v)
+    how = ring.how(task, source)
     if task.kind is Tile.PARTIAL:
         mask = ring.mask(task, source)
-        return ring.masked.forward(q, k, v, causal=False, scale=ring.scale, mask=mask)
+        return ring.masked.forward(q, k, v, causal=False, mask=mask, **how)
     if task.kind is Tile.ANTICAUSAL:
         q, k, v = (_reversed(x) for x in (q, k, v))
-        found = ring.kernel.forward(q, k, v, causal=True, scale=ring.scale)
+        found = ring.kernel.forward(q, k, v, causal=True, **how)
         return _reversed(found[0]), _reversed(found[1])
-    return ring.kernel.forward(q, k, v, causal=task.kind is Tile.CAUSAL, scale=ring.scale)
+    return ring.kernel.forward(q, k, v, causal=task.kind is Tile.CAUSAL, **how)
 
 
 def _backward_tile(
@@ -236,24 +248,25 @@ def _backward_tile(
 ) -> Grads:
     dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
     k, v = _keys(ring, task, source, *keys)
+    how = ring.how(task, source)
     if task.kind is Tile.PARTIAL:
         mask = ring.mask(task, source)
-        grads = ring.masked.backward(
-            dout, q, k, v, out, lse, causal=False, scale=ring.scale, mask=mask
-        )
+        grads = ring.masked.backward(dout, q, k, v, out, lse, causal=False, mask=mask, **how)
     else:
-        grads = _without_mask(ring, task, (dout, q, k, v, out, lse))
+        grads = _without_mask(ring, task, (dout, q, k, v, out, lse), how)
     dq, dk, dv = grads
     wide = accumulator_dtype(q.dtype)
     return dq, summed_heads(dk, ring.uses, wide), summed_heads(dv, ring.uses, wide)
 
 
-def _without_mask(ring: Ring, task: TileTask, tensors: tuple[Tensor, ...]) -> Grads:
+def _without_mask(
+    ring: Ring, task: TileTask, tensors: tuple[Tensor, ...], how: dict[str, Any]
+) -> Grads:
     if task.kind is Tile.ANTICAUSAL:
         tensors = tuple(_reversed(x) for x in tensors)
-        dq, dk, dv = ring.kernel.backward(*tensors, causal=True, scale=ring.scale)
+        dq, dk, dv = ring.kernel.backward(*tensors, causal=True, **how)
         return _reversed(dq), _reversed(dk), _reversed(dv)
-    return ring.kernel.backward(*tensors, causal=task.kind is Tile.CAUSAL, scale=ring.scale)
+    return ring.kernel.backward(*tensors, causal=task.kind is Tile.CAUSAL, **how)
 
 
 def _reversed(x: Tensor) -> Tensor:
@@ -283,7 +296,7 @@ def _add_mask_gradient(
         q, mask = q.masked_fill(mask.swallowed(q), 0.0), mask.mask
     v = torch.nn.functional.pad(v, (0, dout.shape[-1] - v.shape[-1]))
     cotangent, scores = math_kernel.mask_gradient(
-        dout, q, k, v, out, lse, scale=ring.scale, mask=mask, softcap=ring.softcap
+        dout, q, k, v, out, lse, mask=mask, softcap=ring.softcap, **ring.how(task, source)
     )
     parts = ring.tiling.gradients(task, ring.rank, source, ring.heads, cotangent, scores)
     for total, part in zip(totals, parts, strict=True):

@@ -24,6 +24,7 @@ from seqcomp.runtime.attention.pair_bounds import bounds
 from seqcomp.runtime.attention.pair_mask import PairMask
 from seqcomp.runtime.attention.score_tile import ScoreTile
 from seqcomp.runtime.attention.tile_mask import TileMask
+from seqcomp.runtime.positions import positions
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 CPU_PARTS = 8  # its flash kernel takes twice as long for a pair of a triangle as of a rectangle
@@ -355,10 +356,3 @@ def before(ranges: Sequence[range], length: int) -> tuple[range, ...]:
     """The positions below `length`: of ascending ranges the first ones."""
     parts = (range(r.start, min(r.stop, length), r.step) for r in ranges)
     return tuple(part for part in parts if len(part))
-
-
-def positions(ranges: Sequence[range], device: torch.device) -> Tensor:
-    """Global positions of the concatenation of `ranges`."""
-    if not ranges:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in ranges])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqcomp.capture.edit import op_name
 from seqcomp.diagnostics import PlanError
 from tests.unit.capture.canonical import B, Body, D, S, canonical, check
 from tests.unit.capture.captured import Calls, ops_of
@@ -92,10 +93,6 @@ def test_what_changes_something_stays(body: Body) -> None:
 @pytest.mark.parametrize(
     ("body", "code"),
     [
-        (lambda m, x: F.dropout(x, 0.1), "SC913"),
-        (lambda m, x: F.dropout(x + 1, 0.1, inplace=True), "SC913"),
-        (lambda m, x: F.dropout1d(x, 0.1), "SC913"),
-        (lambda m, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), "SC304"),
         (lambda m, x: x + torch.rand_like(x), "SC308"),
         (lambda m, x: x + torch.randn(x.shape[-1]), "SC308"),
         (lambda m, x: torch.bernoulli(x.sigmoid()), "SC308"),
@@ -109,6 +106,30 @@ def test_random_numbers_are_refused_by_code(body: Body, code: str) -> None:
     with pytest.raises(PlanError) as caught:
         canonical(Calls(body), torch.randn(B, S, D))
     assert {d.code for d in caught.value.diagnostics} <= set(code.split("|"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: F.dropout(x, 0.1),
+        lambda m, x: F.dropout(x + 1, 0.1, inplace=True),
+        lambda m, x: F.dropout(F.dropout1d(x, 0.1), 0.2) + F.dropout(x, 0.0),
+    ],
+)
+def test_dropout_becomes_a_function_of_keys(body: Body) -> None:
+    """Each with a number of its own, in the order of the calls."""
+    capture = canonical(Calls(body), torch.randn(B, S, D))
+    found = [n for n in capture.graph.nodes if op_name(n) == "keyed_dropout"]
+    assert [n.args[2] for n in found] == list(range(capture.dropouts))
+    assert capture.dropouts == len(found) > 0
+    assert all(n.args[1].name == capture.dropout_keys for n in found)
+    assert not any(op_name(n).startswith("aten.dropout") for n in capture.graph.nodes)
+
+
+def test_an_input_that_is_dropped_in_place_is_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        canonical(Calls(lambda m, x: F.dropout(x, 0.1, inplace=True)), torch.randn(B, S, D))
+    assert caught.value.diagnostics[0].code == "SC307"
 
 
 def test_attention_without_dropout_is_not_random() -> None:

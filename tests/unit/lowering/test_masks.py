@@ -172,8 +172,6 @@ def test_biases_of_activations_pass_their_gradient_on(plan: Plan) -> None:
 
 REFUSED: dict[str, tuple[MaskFn, str]] = {
     "random": (lambda m, q, g: torch.rand(q.shape[2], q.shape[2]) > 0.2, "SC308"),
-    "dropped": (
-        lambda m, q, g: nn.functional.dropout(causal(q).to(q.dtype), 0.5), "SC913"),
 }  # fmt: skip
 
 
