@@ -96,6 +96,13 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Parameters are already sharded there by megatron_sp."),
     ("SC113", "error", "fsdp has no axis to shard over",
      "By default it uses the axes of data, ring and ulysses."),
+    ("SC116", "error", "memory.checkpoint finds no blocks",
+     "What runs again in backward is a repeated block of the model: a layer of a list of layers."),
+    ("SC117", "error", "memory.offload has nothing to move",
+     "What waits on the host is what checkpoints keep; without memory.checkpoint there is none."),
+    ("SC118", "error", "memory.loss_chunks finds no loss that it can cut",
+     ("The chunked loss replaces a linear head and the cross-entropy of its logits, of which "
+      "nothing else in the call, and no output, may make use.")),
     # --- strategies against the model -----------------------------------------------------
     ("SC201", "error", "ulysses: the degree does not divide the query heads",
      "After the all-to-all every rank holds whole heads, so P divides Hq (per tensor rank)."),
@@ -176,6 +183,10 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "The degree does not divide them: ranks compute heads of zeros, or share KV heads unevenly."),
     ("SC412", "note", "the sequence is padded",
      "Ranks compute tokens that are removed from outputs and losses."),
+    ("SC415", "note", "a block is not checkpointed",
+     "Values enter or leave it in the middle of its call, so it is no single call to run again."),
+    ("SC416", "note", "memory.offload changes nothing here",
+     "The values are in host memory already."),
     # --- calls and ranks ------------------------------------------------------------------
     ("SC501", "error", "an argument is missing", "The model's forward requires it."),
     ("SC502", "error", "an unknown argument", "The model's forward does not take it."),
@@ -189,12 +200,6 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Replicated parameters must be equal before compilation; load or broadcast them first."),
     # --- not available yet ----------------------------------------------------------------
     ("SC901", "error", "fsdp is not available yet", "Part of the language, not built yet."),
-    ("SC905", "error", "memory.checkpoint is not available yet",
-     "Part of the language, not built yet; torch.utils.checkpoint can be used by hand."),
-    ("SC906", "error", "memory.loss_chunks is not available yet",
-     "Part of the language, not built yet."),
-    ("SC907", "error", "memory.offload is not available yet",
-     "Part of the language, not built yet."),
     ("SC910", "error", "data.gradients: mean is not available yet",
      "Part of the language, not built yet; gradients add up, so divide the loss yourself."),
     ("SC911", "error", "fsdp.mixed_precision is not available yet",

@@ -23,6 +23,7 @@ from seqcomp.capture.windows import recognise_windows
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import LoweringContext, run_passes
+from seqcomp.lowering.memory import checkpoints
 from seqcomp.lowering.parameters import Cut
 from seqcomp.lowering.passes import PASSES
 from seqcomp.lowering.program import Program
@@ -73,6 +74,8 @@ def build_program(request: Request) -> Program:
     builder = ScopeBuilder(graph, capture.state, _aliases(module), request.name)
     root = builder.build([placeholders[n] for n in capture.inputs])
     layout = resolved.layout_for(sizes.length or facts.length, facts.all_causal)
+    again, notes = checkpoints(module, builder.calls(), resolved.plan.memory, grad=context.grad)
+    context.findings.extend(notes)
     return Program(
         name=request.name,
         capture=capture,
@@ -85,6 +88,7 @@ def build_program(request: Request) -> Program:
         layout=layout,
         facts=facts,
         cuts=_cuts(context),
+        checkpoints=again,
         kept=kept,
     )
 

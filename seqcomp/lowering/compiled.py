@@ -45,6 +45,7 @@ from seqcomp.lowering.variants import (
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.plan.rules import check_plan
 from seqcomp.runtime.comm import RankContext
+from seqcomp.runtime.recompute import Recompute
 
 _SLOT = "_seqcomp_compiled"
 
@@ -333,6 +334,7 @@ class CompiledModule:
             ring_axis=self._resolved.ring_axis,
             ulysses_axis=self._resolved.ulysses_axis,
             module=self._module,
+            recompute=Recompute(self._context.traffic),
         )
 
     def _weights(self) -> str:

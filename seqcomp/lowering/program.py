@@ -18,11 +18,13 @@ from seqcomp.capture.recognise import AttentionInfo
 from seqcomp.diagnostics import Diagnostic
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.lowering import ops
+from seqcomp.lowering.memory import KEPT
 from seqcomp.lowering.parameters import Cut
 from seqcomp.lowering.scopes import Piece
 from seqcomp.lowering.snapshot import Snapshot
 from seqcomp.lowering.variants import CallSizes
 from seqcomp.plan.facts import ModelFacts
+from seqcomp.runtime.recompute import Checkpoint
 
 _SLOT = "_seqcomp_pieces"
 MAX_PROGRAMS = 32
@@ -44,6 +46,7 @@ class Program:
     layout: SequenceLayout
     facts: ModelFacts
     cuts: Mapping[str, Cut]
+    checkpoints: Mapping[str, Checkpoint]  # by token of the calls that run again in backward
     kept: Snapshot | None = None  # the global graph, where the verifier asked for it
 
     def sizes(self, called: CallSizes) -> CallSizes:
@@ -90,16 +93,22 @@ def install(program: Program, module: torch.nn.Module, rank: ops.RankBinding) ->
         if not isinstance(item, ops.Op):
             return item
         if item not in bound:
-            bound[item] = item.bind(rank)
+            run = item.bind(rank)
+            keeps = any(how.keeps for how in program.checkpoints.values())
+            bound[item] = rank.recompute.exchange(run) if keeps and isinstance(item, KEPT) else run
         return bound[item]
 
     functions = {}
     for piece in program.pieces:
         names = {name: bind(item) for name, item in piece.names.items()}
         exec(compile(piece.code, f"<seqcomp {piece.token}>", "exec"), names)
-        functions[piece.token] = names["forward"]
+        forward = names["forward"]
+        how = program.checkpoints.get(piece.token)
+        if how is not None:
+            forward = rank.recompute.checkpointed(forward, how, piece.weights)
+        functions[piece.token] = forward
         if piece.path:
-            _slot(module.get_submodule(piece.path))[piece.token] = names["forward"]
+            _slot(module.get_submodule(piece.path))[piece.token] = forward
     root: Callable[..., Any] = functions[program.root.token]
     return root
 

@@ -45,6 +45,7 @@ def check_language(plan: Plan) -> Found:
     """The rules that need nothing but the plan."""
     for rule in (axes_exist, axes_used, axes_used_once, fsdp_axes, overrides_say, inputs_agree):
         yield from rule(plan)
+    yield from memory_agrees(plan)
 
 
 def axes_exist(plan: Plan) -> Found:
@@ -216,6 +217,18 @@ def inputs_agree(plan: Plan) -> Found:
                 found=spec.length,
                 help="add seq: <dimension>, or remove length",
             )
+
+
+def memory_agrees(plan: Plan) -> Found:
+    """SC117: what waits on the host is what checkpoints keep."""
+    if plan.memory.offload != "none" and plan.memory.checkpoint == "none":
+        yield diagnostic(
+            "SC117",
+            where=plan.where("memory", "offload"),
+            found=f"offload: {plan.memory.offload}, checkpoint: none",
+            legal=("checkpoint: block", "checkpoint: selective"),
+            help="add checkpoint: block, or remove offload",
+        )
 
 
 def overrides_match(

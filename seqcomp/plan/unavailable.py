@@ -17,12 +17,12 @@ def _strategy(name: str) -> Callable[[Plan], list[Path]]:
 
 
 def _option(section: str, key: str, default: object) -> Callable[[Plan], list[Path]]:
-    """Places where ``strategies.<section>.<key>`` or ``memory.<key>`` is not the default."""
+    """Places where ``strategies.<section>.<key>`` is not the default."""
 
     def places(plan: Plan) -> list[Path]:
-        path = ("memory", key) if section == "memory" else ("strategies", section, key)
-        holder = plan.memory if section == "memory" else getattr(plan.strategies, section)
-        return [path] if holder is not None and getattr(holder, key) != default else []
+        holder = getattr(plan.strategies, section)
+        used = holder is not None and getattr(holder, key) != default
+        return [("strategies", section, key)] if used else []
 
     return places
 
@@ -30,9 +30,6 @@ def _option(section: str, key: str, default: object) -> Callable[[Plan], list[Pa
 # (code, a function that gives the places where a plan uses the part)
 NOT_AVAILABLE: tuple[tuple[str, Callable[[Plan], list[Path]]], ...] = (
     ("SC901", _strategy("fsdp")),
-    ("SC905", _option("memory", "checkpoint", "none")),
-    ("SC906", _option("memory", "loss_chunks", 1)),
-    ("SC907", _option("memory", "offload", "none")),
     ("SC910", _option("data", "gradients", "sum")),
     ("SC911", _option("fsdp", "mixed_precision", "none")),
     ("SC912", _option("fsdp", "offload", "none")),

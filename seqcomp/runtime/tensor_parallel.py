@@ -27,19 +27,29 @@ class Regathered:
         self._tokens = tokens
         self._uses = uses
         self._left = 0
+        self._expecting = False
         self._gather: Callable[[], Tensor] | None = None
         self._whole: Tensor | None = None
 
+    def expect(self) -> None:
+        """The forward runs again: what it gathers is what the weight gradients need."""
+        self._expecting = True
+
+    def offer(self, whole: Tensor) -> None:
+        """The gathered value, from a use in the forward."""
+        if self._expecting:
+            self._expecting, self._whole, self._left = False, whole.detach(), self._uses
+
     def start(self, shard: Tensor) -> None:
         """Send this rank's [.., s, h] off, unless an earlier use did. Each use calls it once."""
-        if self._gather is None:
+        if self._gather is None and self._whole is None:
             self._gather = self._tokens.start_gathered(shard, "backward")
             self._left = self._uses
 
     def whole(self) -> Tensor:
         """[.., P * s, h]; kept until every use has asked."""
-        assert self._gather is not None, "not started"
         if self._whole is None:
+            assert self._gather is not None, "not started"
             self._whole = self._gather()
         result = self._whole
         self._left -= 1
@@ -71,6 +81,8 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.again = again
         ctx.dtypes = (shard.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.save_for_backward(shard, weight)
+        if ctx.needs_input_grad[2]:
+            again.offer(x)
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod

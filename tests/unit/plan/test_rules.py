@@ -217,6 +217,14 @@ def test_overrides() -> None:
     assert codes(check_plan(stray)) == ["SC108"]
 
 
+def test_memory() -> None:
+    alone = plan({"ring": 2}, memory={"offload": "cpu"})
+    assert only(check_plan(alone), "SC117").where == "memory.offload"
+    assert (
+        codes(check_plan(plan({"ring": 2}, memory={"offload": "cpu", "checkpoint": "block"}))) == []
+    )
+
+
 def test_inputs() -> None:
     same = plan({"ring": 2}, inputs={"x": {"batch": 1, "seq": 1}})
     assert only(check_plan(same), "SC110").where == "inputs.x.seq"
@@ -228,9 +236,6 @@ def test_inputs() -> None:
     ("code", "text"),
     [
         ("SC901", "mesh: {data: 2}\nstrategies: {fsdp: }\n"),
-        ("SC905", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {checkpoint: block}\n"),
-        ("SC906", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {loss_chunks: 2}\n"),
-        ("SC907", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {offload: cpu}\n"),
         ("SC910", "mesh: {data: 2}\nstrategies: {data: {gradients: mean}}\n"),
         ("SC911", "mesh: {data: 2}\nstrategies: {fsdp: {mixed_precision: bf16}}\n"),
         ("SC912", "mesh: {data: 2}\nstrategies: {fsdp: {offload: cpu}}\n"),
