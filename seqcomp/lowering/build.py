@@ -89,6 +89,7 @@ def build_program(request: Request) -> Program:
         facts=facts,
         cuts=_cuts(context),
         checkpoints=again,
+        unmet=tuple(context.unmet),
         kept=kept,
     )
 
@@ -159,6 +160,7 @@ def _lowered(
         dump=request.dump / request.name if request.dump is not None else None,
         keep_global=request.keep_global,
         is_gathered=resolved.is_gathered,
+        loss_chunks=resolved.plan.memory.loss_chunks,
     )
     graph = run_passes(capture.graph, context, PASSES)
     capture.units.probes.clear()  # they hold the module; the program may outlive it

@@ -157,6 +157,7 @@ class CompiledModule:
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the module on this rank. Raises PlanError alike on all ranks."""
         program, run, call = self._find(args, kwargs)
+        raise_for_errors(program.unmet)
         leaves = run(self._module, *call.leaves)
         return pytree.tree_unflatten(list(leaves), program.out_spec)
 

@@ -14,6 +14,7 @@ from seqcomp.capture.sizes import evaluate
 from seqcomp.diagnostics import diagnostic
 from seqcomp.lowering import ops
 from seqcomp.lowering.along import running_sum_form, tokens_form, window_form
+from seqcomp.lowering.chunks import chunk_loss_pass
 from seqcomp.lowering.context import Graph, LoweringContext, Pass, Traced
 from seqcomp.lowering.gradients import sum_gradients_pass
 from seqcomp.lowering.hoist import hoist_shards_pass
@@ -288,6 +289,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("keep_global", keep_global_pass, ("placement",), ()),
     Pass("redistribute", redistribute_pass, ("placement",), ("local",)),
     Pass("output_boundary", output_boundary_pass, ("local",), ("outputs",)),
+    Pass("chunk_loss", chunk_loss_pass, ("local", "outputs"), ()),
     Pass("sum_gradients", sum_gradients_pass, ("placement", "local"), ("gradients",)),
     Pass("hoist_shards", hoist_shards_pass, ("local", "outputs"), ("hoisted",)),
 )

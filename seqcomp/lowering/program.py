@@ -47,6 +47,7 @@ class Program:
     facts: ModelFacts
     cuts: Mapping[str, Cut]
     checkpoints: Mapping[str, Checkpoint]  # by token of the calls that run again in backward
+    unmet: tuple[Diagnostic, ...] = ()  # why it may be compiled, but not called
     kept: Snapshot | None = None  # the global graph, where the verifier asked for it
 
     def sizes(self, called: CallSizes) -> CallSizes:

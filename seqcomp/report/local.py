@@ -182,6 +182,13 @@ def _computed(
         case ops.VocabularyLoss():
             logits = args[0].sum(op.classes if args[0].dim() > 1 else 0)
             return logits.sum() if op.reduce else logits
+        case ops.ChunkedLoss():
+            x, _, weight, bias, _, target, _ = args
+            wanted = torch.is_grad_enabled() and any(
+                v.requires_grad for v in (x, weight, bias) if v is not None
+            )
+            shape = () if op.reduce else target.shape
+            return x.new_empty(shape, dtype=op.dtype).requires_grad_(wanted)
         case ops.TokenLocal():
             inputs, parameters = args
             wanted = torch.is_grad_enabled() and any(

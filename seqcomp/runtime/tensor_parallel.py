@@ -117,13 +117,13 @@ def vocabulary_embedding(
     assert weight.shape[0] == len(own), f"{weight.shape[0]} rows for the words {own}"
     if not own:  # zeros that lead back to the weight: it has a gradient, which is empty
         return weight.sum(0).expand(*index.shape, -1)
-    local, inside = _own_ids(index, own)
+    local, inside = own_ids(index, own)
     padding = padding_idx - own.start if padding_idx in own else None
     rows = torch.nn.functional.embedding(local, weight, padding)
     return rows * inside.unsqueeze(-1).to(rows.dtype)
 
 
-def _own_ids(index: Tensor, own: range) -> tuple[Tensor, Tensor]:
+def own_ids(index: Tensor, own: range) -> tuple[Tensor, Tensor]:
     """(row in this rank's part, whether the id lives there)."""
     local = index - own.start
     inside = (local >= 0) & (local < len(own))
@@ -168,7 +168,7 @@ class _VocabularyLoss(torch.autograd.Function):
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
         if not own:  # one class that cannot be: a maximum needs something to look at
             wide = torch.nn.functional.pad(wide, (0, 1), value=-torch.inf)
-        local, inside = _own_ids(target, own)
+        local, inside = own_ids(target, own)
         valid = target != ignore
         inside &= valid
         top = comm.all_reduce(wide.amax(-1), "max", label=label)

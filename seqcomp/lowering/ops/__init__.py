@@ -23,6 +23,7 @@ from seqcomp.lowering.ops.compute import (
     VocabularyEmbedding,
     VocabularyLoss,
 )
+from seqcomp.lowering.ops.loss import ChunkedLoss, Step
 from seqcomp.lowering.ops.moves import (
     AllReduce,
     AllToAll,
@@ -44,6 +45,7 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Attention",
+    "ChunkedLoss",
     "ColumnLinear",
     "Constant",
     "FillBucket",
@@ -64,6 +66,7 @@ __all__ = [
     "Remember",
     "RunningSum",
     "Shard",
+    "Step",
     "SumGradient",
     "TokenLocal",
     "TokensAt",
