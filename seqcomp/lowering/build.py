@@ -89,6 +89,7 @@ def build_program(request: Request) -> Program:
         facts=facts,
         cuts=_cuts(context),
         checkpoints=again,
+        grad=context.grad,
         unmet=tuple(context.unmet),
         kept=kept,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -18,9 +19,18 @@ from seqcomp.runtime.recompute import Checkpoint
 KEPT = (ops.AllToAll, ops.ReduceScatter, ops.AllReduce)
 
 
+@dataclass(frozen=True)
+class Rerun:
+    """A call that runs again in backward: how, and the nodes of the flat graph that are in it."""
+
+    path: str
+    how: Checkpoint
+    nodes: tuple[Node, ...]
+
+
 def checkpoints(
     module: torch.nn.Module, calls: Sequence[Call], memory: Memory, *, grad: bool
-) -> tuple[dict[str, Checkpoint], list[Diagnostic]]:
+) -> tuple[dict[str, Rerun], list[Diagnostic]]:
     """How the calls of the module's blocks run, by token, and what there is to say about it.
 
     Raises PlanError SC116 where the module has no blocks that can run again.
@@ -28,14 +38,19 @@ def checkpoints(
     if memory.checkpoint == "none" or not grad:
         return {}, []
     blocks = blocks_of(module)
-    found = {call.token: _how(call.nodes, memory) for call in calls if call.path in blocks}
-    if not found:
-        raise PlanError([_no_blocks(module, blocks)])
-    called = {call.path for call in calls}
-    run = {path for path in blocks if any(_within(other, path) for other in called)}
-    whole = {call.path for call in calls if call.token in found}
-    missing = [path for path in blocks if path in run - whole]
-    notes = [_not_again(path) for path in missing]
+    if not blocks:
+        raise PlanError([_no_blocks(module)])
+    found = {
+        call.token: Rerun(call.path, _how(call.nodes, memory), call.nodes)
+        for call in calls
+        if call.path in blocks
+    }
+    again = {rerun.path for rerun in found.values()}
+    notes = [
+        _not_again(path)
+        for path in blocks
+        if path not in again and any(_within(call.path, path) for call in calls)
+    ]
     if memory.offload == "cpu" and all(p.device.type == "cpu" for p in module.parameters()):
         notes.append(_on_host(module))
     return found, notes
@@ -59,11 +74,11 @@ def _within(path: str, block: str) -> bool:
     return path == block or path.startswith(f"{block}.")
 
 
-def _no_blocks(module: torch.nn.Module, blocks: Sequence[str]) -> Diagnostic:
+def _no_blocks(module: torch.nn.Module) -> Diagnostic:
     return diagnostic(
         "SC116",
         where=type(module).__name__,
-        found=f"blocks {', '.join(blocks)}, of which none is one call" if blocks else "no blocks",
+        found="no blocks",
         legal="layers in an nn.ModuleList or nn.ModuleDict, or of one class in an nn.Sequential",
         help="remove memory.checkpoint from the plan, or put the repeated layers into an "
         "nn.ModuleList; torch.utils.checkpoint around modules of your choice works too",

@@ -18,13 +18,12 @@ from seqcomp.capture.recognise import AttentionInfo
 from seqcomp.diagnostics import Diagnostic
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.lowering import ops
-from seqcomp.lowering.memory import KEPT
+from seqcomp.lowering.memory import KEPT, Rerun
 from seqcomp.lowering.parameters import Cut
 from seqcomp.lowering.scopes import Piece
 from seqcomp.lowering.snapshot import Snapshot
 from seqcomp.lowering.variants import CallSizes
 from seqcomp.plan.facts import ModelFacts
-from seqcomp.runtime.recompute import Checkpoint
 
 _SLOT = "_seqcomp_pieces"
 MAX_PROGRAMS = 32
@@ -46,7 +45,8 @@ class Program:
     layout: SequenceLayout
     facts: ModelFacts
     cuts: Mapping[str, Cut]
-    checkpoints: Mapping[str, Checkpoint]  # by token of the calls that run again in backward
+    checkpoints: Mapping[str, Rerun]  # by token of the calls that run again in backward
+    grad: bool = True  # lowered with gradients on
     unmet: tuple[Diagnostic, ...] = ()  # why it may be compiled, but not called
     kept: Snapshot | None = None  # the global graph, where the verifier asked for it
 
@@ -95,7 +95,7 @@ def install(program: Program, module: torch.nn.Module, rank: ops.RankBinding) ->
             return item
         if item not in bound:
             run = item.bind(rank)
-            keeps = any(how.keeps for how in program.checkpoints.values())
+            keeps = any(rerun.how.keeps for rerun in program.checkpoints.values())
             bound[item] = rank.recompute.exchange(run) if keeps and isinstance(item, KEPT) else run
         return bound[item]
 
@@ -104,9 +104,9 @@ def install(program: Program, module: torch.nn.Module, rank: ops.RankBinding) ->
         names = {name: bind(item) for name, item in piece.names.items()}
         exec(compile(piece.code, f"<seqcomp {piece.token}>", "exec"), names)
         forward = names["forward"]
-        how = program.checkpoints.get(piece.token)
-        if how is not None:
-            forward = rank.recompute.checkpointed(forward, how, piece.weights)
+        rerun = program.checkpoints.get(piece.token)
+        if rerun is not None:
+            forward = rank.recompute.checkpointed(forward, rerun.how, piece.weights)
         functions[piece.token] = forward
         if piece.path:
             _slot(module.get_submodule(piece.path))[piece.token] = forward

@@ -46,28 +46,31 @@ class ChunkedLoss(Op):
     dtype: torch.dtype
     __name__ = "chunked_loss"
 
+    def after(self, x: Tensor) -> Tensor:
+        """Logits from what the linear gives."""
+        for step in self.steps:
+            x = step(x)
+        return x
+
+    def each(self, logits: Tensor, target: Tensor, classes: Tensor | None) -> Tensor:
+        """[n, V] logits of all classes and [n] targets -> [n] losses."""
+        return torch.nn.functional.cross_entropy(
+            logits,
+            target,
+            classes,
+            ignore_index=self.ignore_index,
+            reduction="none",
+            label_smoothing=self.smoothing,
+        )
+
     def bind(self, rank: RankBinding) -> Callable[..., Any]:
         comm = rank.context.comm(self.shared.axes) if self.shared is not None else None
-
-        def after(x: Tensor) -> Tensor:
-            for step in self.steps:
-                x = step(x)
-            return x
 
         def loss(classes: Tensor | None) -> TokenLoss:
             if self.shared is not None and comm is not None:
                 own = self.shared
                 return SharedLoss(comm, own.words, own.ignore_index, self.dtype, own.label)
-            return WholeLoss(
-                lambda logits, target: torch.nn.functional.cross_entropy(
-                    logits,
-                    target,
-                    classes,
-                    ignore_index=self.ignore_index,
-                    reduction="none",
-                    label_smoothing=self.smoothing,
-                )
-            )
+            return WholeLoss(lambda logits, target: self.each(logits, target, classes))
 
         def run(
             x: Tensor,
@@ -78,7 +81,7 @@ class ChunkedLoss(Op):
             target: Tensor,
             classes: Tensor | None,
         ) -> Tensor:
-            head = Head(self.chunks, after, loss(classes))
+            head = Head(self.chunks, self.after, loss(classes))
             each = chunked_loss(x, weight, bias, target, head, shard, again)
             return each.sum() if self.reduce else each
 
