@@ -13,8 +13,8 @@ What a region keeps (``keeps``) is what is dear to make again, for what it costs
   reduce-scatter, all-reduce): one share of bytes against about as many sent, and the wait.
 * not an all-gather: its result is P shares. It is made again, once for the second run and the
   weight gradients together (see ``Regathered``), so that no more is sent than without a region.
-* not matrix products, norms and other work on single tokens: no traffic, and 1/12 to 1/2 of a
-  share of work per share of bytes that attention over a long sequence has.
+* not matrix products, norms and other work on single tokens: they send nothing, and a byte of
+  their results stands for h FLOPs or fewer, where h is the hidden width, beside s in attention.
 
 A second run gives kept results back in the order in which they were made. Values that autograd
 saves are matched by torch in the order of saving; a kept result has no node that saves anything
