@@ -96,6 +96,13 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Parameters are already sharded there by megatron_sp."),
     ("SC113", "error", "fsdp has no axis to shard over",
      "By default it uses the axes of data, ring and ulysses."),
+    ("SC116", "error", "memory.checkpoint finds no blocks",
+     "What runs again in backward is a repeated block of the model: a layer of a list of layers."),
+    ("SC117", "error", "memory.offload has nothing to move",
+     "What waits on the host is what checkpoints keep; without memory.checkpoint there is none."),
+    ("SC118", "error", "memory.loss_chunks finds no loss that it can cut",
+     ("The chunked loss replaces a linear head and the cross-entropy of its logits, of which "
+      "nothing else in the call, and no output, may make use.")),
     # --- strategies against the model -----------------------------------------------------
     ("SC201", "error", "ulysses: the degree does not divide the query heads",
      "After the all-to-all every rank holds whole heads, so P divides Hq (per tensor rank)."),
@@ -182,6 +189,10 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Ranks compute tokens that are removed from outputs and losses."),
     ("SC413", "warning", "attention with dropout runs without a fused kernel",
      "One mask for all ranks is a hash of places in the whole, which plain operations compute."),
+    ("SC415", "note", "a block is not checkpointed",
+     "Values enter or leave it in the middle of its call, so it is no single call to run again."),
+    ("SC416", "note", "memory.offload changes nothing here",
+     "The values are in host memory already."),
     # --- calls and ranks ------------------------------------------------------------------
     ("SC501", "error", "an argument is missing", "The model's forward requires it."),
     ("SC502", "error", "an unknown argument", "The model's forward does not take it."),
@@ -196,12 +207,6 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
     ("SC507", "error", "the parameters have no values yet",
      "A model on meta can be divided, but it must be filled before it is called."),
     # --- not available yet ----------------------------------------------------------------
-    ("SC905", "error", "memory.checkpoint is not available yet",
-     "Part of the language, not built yet; torch.utils.checkpoint can be used by hand."),
-    ("SC906", "error", "memory.loss_chunks is not available yet",
-     "Part of the language, not built yet."),
-    ("SC907", "error", "memory.offload is not available yet",
-     "Part of the language, not built yet."),
     ("SC920", "error", "this function is not available yet", "Part of the interface, not built."),
     ("SC921", "error", "models of this kind are not available here",
      "The library that defines them is not installed, or its support is not built yet."),

@@ -23,6 +23,7 @@ from seqcomp.capture.windows import recognise_windows
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import LoweringContext, run_passes
+from seqcomp.lowering.memory import checkpoints
 from seqcomp.lowering.no_sequence import no_one_sequence
 from seqcomp.lowering.parameters import Cut
 from seqcomp.lowering.passes import PASSES
@@ -78,6 +79,8 @@ def build_program(request: Request) -> Program:
     own = () if capture.dropout_keys is None else (capture.dropout_keys,)
     root = builder.build([placeholders[n] for n in (*capture.inputs, *own)])
     layout = resolved.layout_for(sizes.length or facts.length, facts.all_causal)
+    again, notes = checkpoints(module, builder.calls(), resolved.plan.memory, grad=context.grad)
+    context.findings.extend(notes)
     return Program(
         name=request.name,
         capture=capture,
@@ -90,6 +93,8 @@ def build_program(request: Request) -> Program:
         layout=layout,
         facts=facts,
         cuts=_cuts(context),
+        checkpoints=again,
+        unmet=tuple(context.unmet),
         grad=context.grad,
         aliases=aliases,
         units=None if context.units is None else read_inside(builder.reads, context.units),
@@ -165,6 +170,7 @@ def _lowered(
         is_gathered=resolved.is_gathered,
         units=candidates(module) if request.sharded else None,
         mean_over=mesh.batch if resolved.gradients == "mean" else (),
+        loss_chunks=resolved.plan.memory.loss_chunks,
     )
     graph = run_passes(capture.graph, context, PASSES)
     capture.units.probes.clear()  # they hold the module; the program may outlive it

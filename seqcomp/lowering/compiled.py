@@ -45,6 +45,7 @@ from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.plan.rules import check_plan
 from seqcomp.runtime.comm import RankContext
 from seqcomp.runtime.random import drawn_seed, keys_of
+from seqcomp.runtime.recompute import Recompute
 
 _SLOT = "_seqcomp_compiled"
 
@@ -155,6 +156,7 @@ class CompiledModule:
         """Runs the module on this rank. Raises PlanError alike on all ranks."""
         try:
             program, run, call = self._find(args, kwargs)
+            raise_for_errors(program.unmet)
         except PlanError:
             self._division.abandon_call()
             raise
@@ -324,6 +326,7 @@ class CompiledModule:
             ring_axis=self._resolved.ring_axis,
             ulysses_axis=self._resolved.ulysses_axis,
             module=self._module,
+            recompute=Recompute(self._context.traffic),
         )
 
     def _weights(self) -> str:

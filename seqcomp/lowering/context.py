@@ -50,6 +50,8 @@ class LoweringContext:
     dump: Path | None = None
     keep_global: bool = False
     is_gathered: Callable[[str], bool] = lambda path: False  # modules on the whole sequence
+    loss_chunks: int = 1
+    unmet: list[Diagnostic] = field(default_factory=list)  # what refuses a call, not an example
     kept: torch.fx.Graph | None = None
     traced: dict[torch.fx.Node, Traced] = field(default_factory=dict)
     tilings: dict[Any, torch.fx.Node] = field(default_factory=dict)

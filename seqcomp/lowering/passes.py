@@ -14,6 +14,7 @@ from seqcomp.capture.sizes import evaluate
 from seqcomp.diagnostics import diagnostic
 from seqcomp.lowering import ops
 from seqcomp.lowering.along import running_sum_form, tokens_form, window_form
+from seqcomp.lowering.chunks import chunk_loss_pass
 from seqcomp.lowering.context import Graph, LoweringContext, Pass, Traced
 from seqcomp.lowering.dropout import KEYS, dropout_form, pair_dropout
 from seqcomp.lowering.gradients import sum_gradients_pass
@@ -313,6 +314,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("keep_global", keep_global_pass, ("placement",), ()),
     Pass("redistribute", redistribute_pass, ("placement",), ("local",)),
     Pass("output_boundary", output_boundary_pass, ("local",), ("outputs",)),
+    Pass("chunk_loss", chunk_loss_pass, ("local", "outputs"), ()),
     Pass("units", units_pass, ("local", "outputs"), ("units",)),
     Pass("sum_gradients", sum_gradients_pass, ("placement", "local", "units"), ("gradients",)),
     Pass("hoist_shards", hoist_shards_pass, ("local", "outputs"), ("hoisted",)),

@@ -18,6 +18,7 @@ from seqcomp.capture.recognise import AttentionInfo
 from seqcomp.diagnostics import Diagnostic
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.lowering import ops
+from seqcomp.lowering.memory import KEPT, Rerun
 from seqcomp.lowering.parameters import Cut
 from seqcomp.lowering.scopes import Piece
 from seqcomp.lowering.snapshot import Snapshot
@@ -46,7 +47,9 @@ class Program:
     cuts: Mapping[str, Cut]
     grad: bool  # lowered with gradients on
     aliases: Mapping[str, Sequence[str]]  # all names of each tensor that has several
+    checkpoints: Mapping[str, Rerun]  # by token of the calls that run again in backward
     units: tuple[str, ...] | None = None  # modules that may be sharded by themselves (fsdp)
+    unmet: tuple[Diagnostic, ...] = ()  # why it may be compiled, but not called
     kept: Snapshot | None = None  # the global graph, where the verifier asked for it
 
     def sizes(self, called: CallSizes) -> CallSizes:
@@ -93,16 +96,22 @@ def install(program: Program, module: torch.nn.Module, rank: ops.RankBinding) ->
         if not isinstance(item, ops.Op):
             return item
         if item not in bound:
-            bound[item] = item.bind(rank)
+            run = item.bind(rank)
+            keeps = any(rerun.how.keeps for rerun in program.checkpoints.values())
+            bound[item] = rank.recompute.exchange(run) if keeps and isinstance(item, KEPT) else run
         return bound[item]
 
     functions = {}
     for piece in program.pieces:
         names = {name: bind(item) for name, item in piece.names.items()}
         exec(compile(piece.code, f"<seqcomp {piece.token}>", "exec"), names)
-        functions[piece.token] = names["forward"]
+        forward = names["forward"]
+        rerun = program.checkpoints.get(piece.token)
+        if rerun is not None:
+            forward = rank.recompute.checkpointed(forward, rerun.how, piece.weights)
+        functions[piece.token] = forward
         if piece.path:
-            _slot(module.get_submodule(piece.path))[piece.token] = names["forward"]
+            _slot(module.get_submodule(piece.path))[piece.token] = forward
     root: Callable[..., Any] = functions[program.root.token]
     return root
 

@@ -28,13 +28,24 @@ Key = tuple[str, ...]
 class Piece:
     """The forward of one module call: source code and the objects it names.
 
-    Takes (self, token-free arguments in order) and returns one value or a tuple.
+    Takes (self, token-free arguments in order) and returns one value or a tuple. The last
+    `weights` arguments are parameters.
     """
 
     path: str
     token: str
     code: str
     names: Mapping[str, Any]
+    weights: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module, and the nodes of the flat graph that are in or below it."""
+
+    path: str
+    token: str
+    nodes: tuple[Node, ...]
 
 
 class ScopeBuilder:
@@ -66,6 +77,15 @@ class ScopeBuilder:
                 placed[node] = self._key(node)
         self._dissolve(placed)
         return self._piece((), "", placed, list(inputs), self._graph.output_node().args[0])
+
+    def calls(self) -> list[Call]:
+        """The calls of modules that have a piece, once they are built."""
+        tokens = {piece.token for piece in self.pieces}
+        return [
+            Call(self._paths[key], self._token(key), tuple(nodes))
+            for key, nodes in self._members.items()
+            if key and self._token(key) in tokens
+        ]
 
     def _key(self, node: Node) -> Key:
         """Calls that the node is below; a module that is not below its caller has no piece."""
@@ -173,6 +193,7 @@ class ScopeBuilder:
         placed: Mapping[Node, Key],
         inputs: Sequence[Node],
         results: Any,
+        weights: int = 0,
     ) -> Piece:
         graph = torch.fx.Graph()
         local: dict[Node, Any] = {node: graph.placeholder(node.name) for node in inputs}
@@ -199,7 +220,7 @@ class ScopeBuilder:
             returned = lookup(results)
         graph.output(returned)
         code = _code(graph)
-        piece = Piece(path, self._token(scope), code.src, code.globals)
+        piece = Piece(path, self._token(scope), code.src, code.globals, weights)
         self.pieces.append(piece)
         return piece
 
@@ -234,7 +255,7 @@ class ScopeBuilder:
         if not given:
             return
         results: Any = given[0] if len(given) == 1 else tuple(given)
-        self._piece(key, child_path, placed, needed, results)
+        self._piece(key, child_path, placed, needed, results, len(needed) - count)
         relative = child_path.removeprefix(f"{path}.") if path else child_path
         # Hooks that users register see the activations alone, and may replace them: what is
         # ours goes by keyword.

@@ -1,7 +1,6 @@
 """What must fit together in a plan: one function per rule, each returning diagnostics.
 
-Rules about the mesh and the model live here; what is not built yet is the table of
-``unavailable.py``. All rules run, so that a user sees every problem at once.
+All rules run, so that a user sees every problem at once.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from seqcomp.plan.match import covers, matches
 from seqcomp.plan.model_rules import check_model
 from seqcomp.plan.nearest import nearest
 from seqcomp.plan.schema import Plan
-from seqcomp.plan.unavailable import check_available
 
 Found = Iterator[Diagnostic]
 
@@ -37,7 +35,6 @@ def check_plan(
     found += world_matches(plan, world_size)
     found += overrides_match(plan, facts, None if module_paths is None else list(module_paths))
     found += check_model(plan, facts, seq_len)
-    found += check_available(plan)
     return found
 
 
@@ -45,6 +42,7 @@ def check_language(plan: Plan) -> Found:
     """The rules that need nothing but the plan."""
     for rule in (axes_exist, axes_used, axes_used_once, fsdp_axes, overrides_say, inputs_agree):
         yield from rule(plan)
+    yield from memory_agrees(plan)
 
 
 def axes_exist(plan: Plan) -> Found:
@@ -216,6 +214,18 @@ def inputs_agree(plan: Plan) -> Found:
                 found=spec.length,
                 help="add seq: <dimension>, or remove length",
             )
+
+
+def memory_agrees(plan: Plan) -> Found:
+    """SC117: what waits on the host is what checkpoints keep."""
+    if plan.memory.offload != "none" and plan.memory.checkpoint == "none":
+        yield diagnostic(
+            "SC117",
+            where=plan.where("memory", "offload"),
+            found=f"offload: {plan.memory.offload}, checkpoint: none",
+            legal=("checkpoint: block", "checkpoint: selective"),
+            help="add checkpoint: block, or remove offload",
+        )
 
 
 def overrides_match(

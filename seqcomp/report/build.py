@@ -8,8 +8,9 @@ from typing import Any
 from seqcomp.diagnostics import Diagnostic
 from seqcomp.lowering.program import Program
 from seqcomp.plan.resolve import ResolvedPlan
-from seqcomp.report.local import local_values
-from seqcomp.report.render import as_text, comm_table, kernel_table, readable
+from seqcomp.report.local import Saved, local_values
+from seqcomp.report.memory import Again, MemoryRow, memory_rows
+from seqcomp.report.render import as_text, comm_table, kernel_table, memory_line, readable
 from seqcomp.report.rows import CommRow, KernelRow, comm_rows, kernel_rows
 from seqcomp.runtime.comm import RankContext
 
@@ -32,6 +33,7 @@ class Report:
     comm: tuple[CommRow, ...]
     kernels: tuple[KernelRow, ...]
     findings: tuple[Diagnostic, ...]
+    memory: tuple[MemoryRow, ...] = ()
 
     def bytes_sent(self, phase: str | None = None) -> int:
         """Bytes that one rank sends, in one phase or in both."""
@@ -46,6 +48,7 @@ class Report:
             "length": self.length,
             "comm": [row.to_json() for row in self.comm],
             "kernels": [row.to_json() for row in self.kernels],
+            "memory": [row.to_json() for row in self.memory],
             "findings": [finding.to_json() for finding in self.findings],
         }
 
@@ -62,6 +65,7 @@ class Report:
                 headline,
                 *([kernel_table(self.kernels)] if self.kernels else []),
                 *([comm_table(self.comm)] if self.comm else []),
+                *map(memory_line, self.memory),
                 *(str(finding) for finding in self.findings),
             ]
         )
@@ -75,13 +79,17 @@ def build_report(
     context: RankContext,
 ) -> Report:
     """The report of one call of `program` with this rank's `batch` and the full `length`."""
-    values = local_values(program, batch, length, resolved.axes)
+    saved: Saved = {}
+    values = local_values(program, batch, length, resolved.axes, saved)
+    again = Again(program, saved)
+    ring_rank = context.coords.get(resolved.ring_axis or "", 0)
     return Report(
         program=program.name,
         mesh=dict(resolved.axes),
         batch=batch,
         length=length,
-        comm=comm_rows(program, values, resolved, context.coords.get(resolved.ring_axis or "", 0)),
+        comm=comm_rows(program, values, resolved, again, ring_rank),
         kernels=kernel_rows(program, values, resolved, context.device),
+        memory=memory_rows(program, values, saved, resolved, on_host=context.device.type != "cpu"),
         findings=program.findings,
     )

@@ -22,27 +22,42 @@ from seqcomp.runtime.uneven import pad_to
 
 # Operations whose result is like their operand.
 _SAME = (
-    ops.AllReduce, ops.OwnCotangent, ops.ScaleCotangent, ops.SumGradient, ops.LocalPart,
-    ops.HidePadding,
+    ops.ScaleCotangent, ops.SumGradient, ops.LocalPart, ops.HidePadding,
 )  # fmt: skip
 _MATMULS = ("aten.linear", "aten.matmul", "aten.mm", "aten.addmm", "aten.bmm")
 _NARROW = (torch.bfloat16, torch.float16)
 
 
+Saved = dict[Node, list[Tensor]]
+"""What the autograd node of each node of a program saves; its own operations are left out."""
+
+
 def local_values(
-    program: Program, batch: int | None, length: int | None, degrees: Mapping[str, int]
+    program: Program,
+    batch: int | None,
+    length: int | None,
+    degrees: Mapping[str, int],
+    saved: Saved | None = None,
 ) -> dict[Node, Any]:
     """What every node of `program.flat` gives on the first rank.
 
     Fake tensors, and integers for sizes. batch: of this rank. length: the full one. degrees: size
     of each mesh axis. Nothing is computed or sent, no memory is used. Whether a tensor requires a
-    gradient is as in a call.
+    gradient is as in a call. `saved` is filled.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     values: dict[Node, Any] = {}
     inputs = dict(zip(program.capture.inputs, program.capture.dims, strict=True))
-    with fake, _modes(program):
+    running: list[Node] = []
+
+    def pack(x: Tensor) -> Tensor:
+        if saved is not None and not isinstance(running[-1].target, ops.Op):
+            saved.setdefault(running[-1], []).append(x)
+        return x
+
+    with fake, _modes(program), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         for node in program.flat.nodes:
+            running.append(node)
             if node.op == "placeholder":
                 values[node] = _given(node, inputs.get(node.name), batch, length)
                 values[node] = _cut(values[node], program, node.name, degrees)
@@ -132,7 +147,7 @@ def _imitate(
             x = args[0]
             if len(args) > 1:
                 x = pad_to(x, op.dim, program.layout.padded(args[1]))
-            return x.narrow(op.dim, 0, x.shape[op.dim] // degree)
+            return x.narrow(op.dim, 0, x.shape[op.dim] // degree).clone()
         case ops.Gather():
             whole = torch.cat([args[0]] * degree, op.dim)
             return whole.narrow(op.dim, 0, args[1]) if len(args) > 1 else whole
@@ -142,6 +157,8 @@ def _imitate(
             (x,) = args
             part = x.narrow(op.scatter_dim, 0, x.shape[op.scatter_dim] // degree)
             return torch.cat([part] * degree, op.gather_dim)
+        case ops.AllReduce() | ops.OwnCotangent():
+            return args[0].clone()
         case ops.PadPart():
             return pad_to(args[0], op.dim, part_size(op.size, degree))
         case ops.Part():
@@ -163,7 +180,10 @@ def _computed(
             return fake.from_tensor(op.value)
         case ops.Attention():
             q, _, v, tiling, sinks = args[:5]
-            out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=node.meta["val"].dtype)
+            batch, heads, rows, _ = q.shape
+            # As kernels write it: [B, s, H, d].
+            last = (batch, rows, heads, v.shape[3])
+            out = q.new_empty(last, dtype=node.meta["val"].dtype).transpose(1, 2)
             given = (*args[:3], *(tiling or ()), *([] if sinks is None else [sinks]))
             grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
             return out.requires_grad_(grad)
@@ -184,6 +204,13 @@ def _computed(
         case ops.VocabularyLoss():
             logits = args[0].sum(op.classes if args[0].dim() > 1 else 0)
             return logits.sum() if op.reduce else logits
+        case ops.ChunkedLoss():
+            x, _, weight, bias, _, target, _ = args
+            wanted = torch.is_grad_enabled() and any(
+                v.requires_grad for v in (x, weight, bias) if v is not None
+            )
+            shape = () if op.reduce else target.shape
+            return x.new_empty(shape, dtype=op.dtype).requires_grad_(wanted)
         case ops.TokenLocal():
             inputs, parameters = args
             wanted = torch.is_grad_enabled() and any(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from seqcomp.report.memory import MemoryRow
 from seqcomp.report.rows import CommRow, KernelRow
 
 
@@ -45,6 +46,16 @@ def kernel_table(rows: Iterable[KernelRow]) -> Table:
     for key, count in groups.items():
         table.add_row(*key, str(count))
     return table
+
+
+def memory_line(row: MemoryRow) -> str:
+    """One line for one option of `memory`."""
+    at_least = "at least " if row.at_least else ""
+    host = ", in host memory" if row.on_host else ""
+    return (
+        f"{row.what} in {row.where} ({row.count} calls): {readable(row.bytes_kept)} saved for the "
+        f"backward{host} instead of {at_least}{readable(row.bytes_without)}"
+    )
 
 
 def as_text(parts: Sequence[Table | str], width: int = 160) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from seqcomp.layout.travel import travel_of
 from seqcomp.lowering import ops
 from seqcomp.lowering.program import Program
 from seqcomp.plan.resolve import ResolvedPlan
+from seqcomp.report.memory import Again
 from seqcomp.report.sharded import fsdp_rows
 from seqcomp.runtime.attention import kernels
 from seqcomp.strategies.base import AttentionShape, Kind, Phase
@@ -78,25 +79,34 @@ class KernelRow:
 
 
 def comm_rows(
-    program: Program, values: Mapping[Node, Any], resolved: ResolvedPlan, ring_rank: int = 0
+    program: Program,
+    values: Mapping[Node, Any],
+    resolved: ResolvedPlan,
+    again: Again,
+    ring_rank: int = 0,
 ) -> tuple[CommRow, ...]:
     """Everything that one rank sends in a call and its backward, in the order of the forward.
 
-    values: as from `local_values`. ring_rank: the rank's place along the ring. Backward rows
-    suppose that every output takes part in the loss.
+    values: as from `local_values`. again: what runs again in backward. ring_rank: the rank's place
+    along the ring. Backward rows suppose that every output takes part in the loss.
     """
     found: list[CommRow] = []
     for node in program.flat.nodes:
-        if isinstance(node.target, ops.Op):
-            if isinstance(node.target, ops.Attention):
-                layout = program.layout
-                found.extend(_attention(node, node.target, values, resolved, layout, ring_rank))
-            elif isinstance(node.target, ops.Windowed | ops.RunningSum):
-                found.extend(_along(node, node.target, values, resolved, program.layout))
-            elif isinstance(node.target, ops.TokenLocal):
-                found.extend(_counts(node.target, resolved))
-            else:
-                found.extend(_rows_of(node, node.target, values, resolved))
+        rows: list[CommRow] = []
+        if isinstance(node.target, ops.Attention):
+            layout = program.layout
+            rows.extend(_attention(node, node.target, values, resolved, layout, ring_rank))
+        elif isinstance(node.target, ops.Windowed | ops.RunningSum):
+            rows.extend(_along(node, node.target, values, resolved, program.layout))
+        elif isinstance(node.target, ops.TokenLocal):
+            rows.extend(_counts(node.target, resolved))
+        elif isinstance(node.target, ops.Op):
+            rows.extend(_rows_of(node, node.target, values, resolved))
+        # A second run gathers once, for itself and for the weight gradients.
+        if not (isinstance(node.target, ops.Remember) and again.inside(node)):
+            found.extend(rows)
+        if again.sends(node):
+            found.extend(replace(r, phase="backward") for r in rows if r.phase == "forward")
     found.extend(
         CommRow(label, kind, axis, 1, sent, phase, overlappable=True)
         for label, kind, axis, sent, phase in fsdp_rows(program, values, resolved)
@@ -163,12 +173,13 @@ def _rows_of(
     if isinstance(op, ops.OpenBucket | ops.FillBucket):
         yield from _bucket(op, values[node], degree, axis)
         return
+    named = op.shared if isinstance(op, ops.ChunkedLoss) else None
     operand: Tensor = _operands(node, values)[0]
     size = operand.numel() * operand.element_size()
     backward = values[node].requires_grad
 
     def row(kind: Kind, sent: int, phase: Phase, *, overlappable: bool = False) -> CommRow:
-        label: str = op.label  # type: ignore[attr-defined]
+        label: str = op.label if named is None else named.label  # type: ignore[attr-defined]
         return CommRow(label, kind, axis, 1, sent, phase, overlappable)
 
     match op:
@@ -185,7 +196,7 @@ def _rows_of(
             yield row("all_to_all", size // degree * (degree - 1), "forward")
             if backward:
                 yield row("all_to_all", size // degree * (degree - 1), "backward")
-        case ops.Remember() | ops.VocabularyLoss():
+        case ops.Remember() | ops.VocabularyLoss() | ops.ChunkedLoss():
             for kind, sent, phase in _tensor_parallel(node, op, operand, values, degree):
                 yield row(kind, sent, phase)
         case ops.AllReduce():
@@ -236,7 +247,7 @@ def _bucket(
 
 def _tensor_parallel(
     node: Node,
-    op: ops.Remember | ops.VocabularyLoss,
+    op: ops.Remember | ops.VocabularyLoss | ops.ChunkedLoss,
     operand: Tensor,
     values: Mapping[Node, Any],
     degree: int,
@@ -244,16 +255,28 @@ def _tensor_parallel(
     """What Megatron-SP sends besides its gathers and scatters, as (kind, bytes, phase)."""
     size = operand.numel() * operand.element_size()
     if isinstance(op, ops.Remember):
-        if any(_operands(user, values)[2].requires_grad for user in node.users):
+        if any(_asks_again(user, values) for user in node.users):
             yield "all_gather", (degree - 1) * size, "backward"
         return
-    tokens = operand.numel() // operand.shape[op.classes if operand.dim() > 1 else 0]
-    wide = tokens * max(operand.element_size(), 4)
+    if isinstance(op, ops.ChunkedLoss):
+        target: Any = node.args[5]
+        tokens, element = values[target].numel(), op.dtype.itemsize
+    else:
+        tokens = operand.numel() // operand.shape[op.classes if operand.dim() > 1 else 0]
+        element = operand.element_size()
+    wide = tokens * max(element, 4)
     yield "all_reduce", 2 * (degree - 1) * wide // degree, "forward"
     yield "all_reduce", 2 * (degree - 1) * 2 * wide // degree, "forward"
     if values[node].requires_grad:
-        narrow = tokens * operand.element_size()
+        narrow = tokens * element
         yield "all_reduce", 2 * (degree - 1) * narrow // degree, "backward"
+
+
+def _asks_again(user: Node, values: Mapping[Node, Any]) -> bool:
+    """Whether the gradients of `user` need its gathered input."""
+    if isinstance(user.target, ops.ChunkedLoss):
+        return bool(values[user].requires_grad)
+    return bool(_operands(user, values)[2].requires_grad)
 
 
 def _along(

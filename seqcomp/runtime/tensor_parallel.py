@@ -27,19 +27,29 @@ class Regathered:
         self._tokens = tokens
         self._uses = uses
         self._left = 0
+        self._expecting = False
         self._gather: Callable[[], Tensor] | None = None
         self._whole: Tensor | None = None
 
+    def expect(self) -> None:
+        """The forward runs again: what it gathers is what the weight gradients need."""
+        self._expecting = True
+
+    def offer(self, whole: Tensor) -> None:
+        """The gathered value, from a use in the forward."""
+        if self._expecting:
+            self._expecting, self._whole, self._left = False, whole.detach(), self._uses
+
     def start(self, shard: Tensor) -> None:
         """Send this rank's [.., s, h] off, unless an earlier use did. Each use calls it once."""
-        if self._gather is None:
+        if self._gather is None and self._whole is None:
             self._gather = self._tokens.start_gathered(shard, "backward")
             self._left = self._uses
 
     def whole(self) -> Tensor:
         """[.., P * s, h]; kept until every use has asked."""
-        assert self._gather is not None, "not started"
         if self._whole is None:
+            assert self._gather is not None, "not started"
             self._whole = self._gather()
         result = self._whole
         self._left -= 1
@@ -71,6 +81,8 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.again = again
         ctx.dtypes = (shard.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.save_for_backward(shard, weight)
+        if ctx.needs_input_grad[2]:
+            again.offer(x)
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
@@ -105,13 +117,13 @@ def vocabulary_embedding(
     assert weight.shape[0] == len(own), f"{weight.shape[0]} rows for the words {own}"
     if not own:  # zeros that lead back to the weight: it has a gradient, which is empty
         return weight.sum(0).expand(*index.shape, -1)
-    local, inside = _own_ids(index, own)
+    local, inside = own_ids(index, own)
     padding = padding_idx - own.start if padding_idx in own else None
     rows = torch.nn.functional.embedding(local, weight, padding)
     return rows * inside.unsqueeze(-1).to(rows.dtype)
 
 
-def _own_ids(index: Tensor, own: range) -> tuple[Tensor, Tensor]:
+def own_ids(index: Tensor, own: range) -> tuple[Tensor, Tensor]:
     """(row in this rank's part, whether the id lives there)."""
     local = index - own.start
     inside = (local >= 0) & (local < len(own))
@@ -156,7 +168,7 @@ class _VocabularyLoss(torch.autograd.Function):
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
         if not own:  # one class that cannot be: a maximum needs something to look at
             wide = torch.nn.functional.pad(wide, (0, 1), value=-torch.inf)
-        local, inside = _own_ids(target, own)
+        local, inside = own_ids(target, own)
         valid = target != ignore
         inside &= valid
         top = comm.all_reduce(wide.amax(-1), "max", label=label)

@@ -25,13 +25,18 @@ class TrafficRow:
 
 
 class Traffic:
-    """The counter of one rank; every communicator of a context adds to the same one."""
+    """The counter of one rank; every communicator of a context adds to the same one.
+
+    ``again``: what is sent now is sent because a backward runs a part of the forward again, and
+    counts as backward.
+    """
 
     def __init__(self) -> None:
+        self.again = False
         self._totals: dict[tuple[str, str, Phase, str], tuple[int, int]] = {}
 
     def add(self, kind: str, axis: str, bytes_sent: int, phase: Phase, label: str) -> None:
-        key = (kind, axis, phase, label)
+        key = (kind, axis, "backward" if self.again else phase, label)
         count, total = self._totals.get(key, (0, 0))
         self._totals[key] = (count + 1, total + bytes_sent)
 

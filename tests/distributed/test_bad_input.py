@@ -36,7 +36,7 @@ def build_branching(spec: Spec) -> nn.Module:
         ({"mesh": {"ring": 2}, "strategies": {"rign": {}}}, "SC007", ("rign", "ring")),
         ({"mesh": {"ring": 2}, "strategies": {"ring": {"layout": "zag"}}}, "SC009", ("zigzag",)),
         ({"mesh": {"ring": 0, "ulysses": 2}, "strategies": {"ulysses": {}}}, "SC010", ("ring",)),
-        ({**plans.ring(2), "memory": {"checkpoint": "block"}}, "SC905", ("checkpoint",)),
+        ({**plans.ring(2), "memory": {"offload": "cpu"}}, "SC117", ("checkpoint",)),
         (
             {**plans.ring(2), "inputs": {"tokens": {"seq": 1}}},
             "SC111",

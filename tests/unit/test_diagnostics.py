@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from seqcomp.diagnostics import CODES, Diagnostic, PlanError, diagnostic, raise_for_errors
-from seqcomp.plan.unavailable import NOT_AVAILABLE
 
 SOURCES = Path(__file__).parents[2] / "seqcomp"
 
@@ -41,14 +40,6 @@ def test_every_code_in_the_source_is_in_the_catalogue() -> None:
 def test_catalogue_is_immutable() -> None:
     with pytest.raises(TypeError):
         CODES["SC001"] = CODES["SC002"]  # type: ignore[index]
-
-
-def test_parts_not_available_have_one_code_each() -> None:
-    codes = [code for code, _ in NOT_AVAILABLE]
-    assert len(codes) == len(set(codes))
-    for code in codes:
-        assert code.startswith("SC9")
-        assert "not available yet" in CODES[code].title
 
 
 def test_diagnostic_takes_severity_and_text_from_the_catalogue() -> None:

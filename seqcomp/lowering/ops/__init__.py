@@ -24,6 +24,7 @@ from seqcomp.lowering.ops.compute import (
     VocabularyLoss,
 )
 from seqcomp.lowering.ops.dropout import Dealt, Dropout, DropPairs
+from seqcomp.lowering.ops.loss import ChunkedLoss, Step
 from seqcomp.lowering.ops.moves import (
     AllReduce,
     AllToAll,
@@ -46,6 +47,7 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Attention",
+    "ChunkedLoss",
     "ColumnLinear",
     "Constant",
     "Dealt",
@@ -70,6 +72,7 @@ __all__ = [
     "RunningSum",
     "ScaleCotangent",
     "Shard",
+    "Step",
     "SumGradient",
     "TokenLocal",
     "TokensAt",

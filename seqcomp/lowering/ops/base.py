@@ -12,6 +12,7 @@ from torch import nn
 
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime.comm import RankContext
+from seqcomp.runtime.recompute import Recompute
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class RankBinding:
     ring_axis: str | None
     ulysses_axis: str | None
     module: nn.Module  # the root whose units run
+    recompute: Recompute
 
     def layout_over(self, axes: tuple[str, ...]) -> SequenceLayout | None:
         """The layout in which these axes deal out tokens; None is the plain even split.

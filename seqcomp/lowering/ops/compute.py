@@ -71,6 +71,7 @@ class Attention(Op):
             return attention(
                 q, k, v, plan, tiling, sinks, dropout=dropout,
                 ring=ring, ulysses=ulysses, length=length, label=self.label,
+                keep=rank.recompute.keep,
             )  # fmt: skip
 
         return sharded_attention
@@ -126,7 +127,7 @@ class Remember(Op):
 
         def remember(x: Tensor, length: int | None = None) -> tensor_parallel.Regathered:
             tokens = Tokens(x, self.dim, comm, layout, self.label, local=True, length=length)
-            return tensor_parallel.Regathered(tokens, self.uses)
+            return rank.recompute.promise(lambda: tensor_parallel.Regathered(tokens, self.uses))
 
         return remember
 

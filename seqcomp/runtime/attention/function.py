@@ -18,6 +18,7 @@ from seqcomp.runtime.attention.heads import of_heads
 from seqcomp.runtime.attention.pair_dropout import PairDropout, RingDropout
 from seqcomp.runtime.attention.tiling import StaticTiling, Tiling
 from seqcomp.runtime.comm import Communicator
+from seqcomp.runtime.recompute import Keep, keep_nothing
 
 Transport = Literal["p2p", "allgather"]
 
@@ -52,6 +53,7 @@ def attention(
     ulysses: Communicator | None = None,
     length: int | None = None,
     label: str = "",
+    keep: Keep = keep_nothing,
 ) -> Tensor:
     """[B, Hq, s, d] queries, [B, Hkv, s, d] keys and values of this rank -> [B, Hq, s, dv], or
     [B, Hq, s, dv + 1] with the log-sum-exp where the plan says so.
@@ -61,6 +63,7 @@ def attention(
     sinks: [Hq] logits of the heads of q, appended to every softmax.
     dropout: of the probabilities; computed in plain tensor operations.
     length: of the whole sequence, whose last tokens are padding that no query sees; None for none.
+    keep: of what is exchanged and computed, where the forward may run again.
     s is the local length, S / (ring * ulysses); the output has the dtype of q, gradients those
     of their inputs. Hkv divides Hq; heads that the Ulysses degree does not divide are padded with
     zeros on the way (layout/heads.py). Every rank of both groups takes part, in forward and in
@@ -85,7 +88,7 @@ def attention(
         dealt = q.shape[2] * (ulysses.size if ulysses else 1) * plan.layout.ring
         drop = RingDropout(dropout, plan.layout, dealt)
     return _Attention.apply(
-        q, k, v, sinks, plan, tiling, drop, ring, ulysses, label, *tiling.trained
+        q, k, v, sinks, plan, tiling, drop, ring, ulysses, label, keep, *tiling.trained
     )
 
 
@@ -103,6 +106,7 @@ class _Attention(torch.autograd.Function):
         ring_comm: Communicator | None,
         heads_comm: Communicator | None,
         label: str,
+        keep: Keep,
         *trained: Tensor,
     ) -> Tensor:
         degree, rank = (1, 0) if heads_comm is None else (heads_comm.size, heads_comm.rank)
@@ -111,7 +115,8 @@ class _Attention(torch.autograd.Function):
         ctx.heads_comm = heads_comm
         ctx.label = label
         if heads_comm is not None:
-            q, k, v = ulysses.to_heads((q, k, v), ctx.slots, heads_comm, label=label)
+            comm, given = heads_comm, (q, k, v)
+            q, k, v = keep(lambda: ulysses.to_heads(given, ctx.slots, comm, label=label))
         q, k, v = (_dense(x) for x in (q, k, v))
         extra = lse_gradient.COLUMNS if plan.lse else 0
         fastest, masked = (
@@ -138,15 +143,21 @@ class _Attention(torch.autograd.Function):
             travel=tiling.travel() if ring_comm is not None else None,
             dropout=dropout,
         )
-        out, lse = ring.forward(ctx.ring, q, k, v)
-        if sinks is not None:
-            out, lse = sink.apply(out, lse, of_heads(sinks, ctx.ring.heads, 0))
-        result = torch.cat((out, lse.unsqueeze(-1)), -1) if plan.lse else out.to(q.dtype)
+
+        def computed() -> tuple[Tensor, Tensor]:
+            out, lse = ring.forward(ctx.ring, q, k, v)
+            if sinks is not None:
+                out, lse = sink.apply(out, lse, of_heads(sinks, ctx.ring.heads, 0))
+            return out if plan.lse else out.to(q.dtype), lse
+
+        out, lse = keep(computed)
+        result = torch.cat((out, lse.unsqueeze(-1)), -1) if plan.lse else out
         ctx.with_lse = plan.lse
         ctx.save_for_backward(q, k, v, out.to(q.dtype), lse, sinks)
         if heads_comm is None:
             return result
-        return ulysses.to_tokens((result,), ctx.slots[:1], heads_comm, label=label)[0]
+        (result,) = keep(lambda: ulysses.to_tokens((result,), ctx.slots[:1], comm, label=label))
+        return result
 
     @staticmethod
     @once_differentiable
@@ -168,7 +179,7 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv = ulysses.to_tokens(
                 (dq, dk, dv), ctx.slots, comm, phase="backward", label=ctx.label
             )
-        return dq, dk, dv, d_sinks, None, None, None, None, None, None, *trained
+        return dq, dk, dv, d_sinks, None, None, None, None, None, None, None, *trained
 
 
 def _same_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,19 +34,26 @@ class SoftmaxAccumulator:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
+        self._given: tuple[Tensor, ...] = ()  # of the first part, where it is the accumulator
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
     def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
-        """Merge a part for the rows [start, stop); takes ownership of ``out`` and ``lse``."""
+        """Merge a part for the rows [start, stop); leaves ``out`` and ``lse`` as they are."""
         dtype = accumulator_dtype(out.dtype)
         if self._out is None and (start, stop) == (0, self._rows):
-            self._out, self._lse = out.to(dtype), lse.to(dtype)
+            self._out, self._lse, self._given = out.to(dtype), lse.to(dtype), (out, lse)
             return
         if self._out is None:
             self._allocate(out, dtype)
         assert self._out is not None
         assert self._lse is not None
+        # A caller's selective checkpoint may hold what the kernel returned.
+        self._out, self._lse = (
+            x.clone() if any(x is given for given in self._given) else x
+            for x in (self._out, self._lse)
+        )
+        self._given = ()
         merge_(self._out[..., start:stop, :], self._lse[..., start:stop], out, lse.to(dtype))
 
     def result(self, like: Tensor) -> tuple[Tensor, Tensor]:

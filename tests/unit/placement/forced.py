@@ -28,6 +28,7 @@ from seqcomp.placement.rule import Decision, Env, MeshView
 from seqcomp.placement.spec import Factor, Spec, replicated
 from seqcomp.placement.special import SPECIAL_RULES
 from seqcomp.runtime.comm import RankContext
+from seqcomp.runtime.recompute import Recompute
 from tests.unit.placement.idioms import (
     SHAPES,
     B,
@@ -253,8 +254,9 @@ def run_rank(context: RankContext, cases: Sequence[Case], capture: Capture, mesh
     places = list(itertools.product(*(range(n) for n in mesh.sizes.values())))
     place = dict(zip(mesh.sizes, places[context.rank], strict=True))
     binding = ops.RankBinding(
-        context, mesh.view.sequence, mesh.layout, "ring", "ulysses", torch.nn.Module()
-    )
+        context, mesh.view.sequence, mesh.layout, "ring", "ulysses", torch.nn.Module(),
+        Recompute(context.traffic),
+    )  # fmt: skip
     state = dict(module.named_parameters())
     outcomes = []
     for case in cases:

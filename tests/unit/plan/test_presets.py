@@ -68,7 +68,12 @@ def test_all_strategies_have_plan_files() -> None:
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
 def test_plan_files_are_valid_and_say_what_their_names_say(path: Path) -> None:
     plan = load_plan(path)
-    assert load_plan(path.stem) == plan
+    same = load_plan(path.stem.removesuffix("_memory"))
+    if path.stem.endswith("_memory"):
+        assert plan.memory != same.memory
+        assert (plan.mesh, plan.strategies) == (same.mesh, same.strategies)
+    else:
+        assert same == plan
     assert validate(path) == []
     assert load_plan(plan.to_dict()) == plan
 

@@ -14,7 +14,6 @@ from seqcomp.plan.load import load_plan
 from seqcomp.plan.match import covers, matches
 from seqcomp.plan.rules import check_plan
 from seqcomp.plan.schema import Plan
-from seqcomp.plan.unavailable import NOT_AVAILABLE
 
 
 def facts(heads: int = 32, kv: int = 8, *, causal: bool = True, **more: Any) -> ModelFacts:
@@ -25,9 +24,7 @@ def facts(heads: int = 32, kv: int = 8, *, causal: bool = True, **more: Any) -> 
 
 
 def codes(found: list[Diagnostic]) -> list[str]:
-    """All codes but those of parts that are not built yet."""
-    not_built = {code for code, _ in NOT_AVAILABLE}
-    return [item.code for item in found if item.code not in not_built]
+    return [item.code for item in found]
 
 
 def only(found: list[Diagnostic], code: str) -> Diagnostic:
@@ -217,25 +214,19 @@ def test_overrides() -> None:
     assert codes(check_plan(stray)) == ["SC108"]
 
 
+def test_memory() -> None:
+    alone = plan({"ring": 2}, memory={"offload": "cpu"})
+    assert only(check_plan(alone), "SC117").where == "memory.offload"
+    assert (
+        codes(check_plan(plan({"ring": 2}, memory={"offload": "cpu", "checkpoint": "block"}))) == []
+    )
+
+
 def test_inputs() -> None:
     same = plan({"ring": 2}, inputs={"x": {"batch": 1, "seq": 1}})
     assert only(check_plan(same), "SC110").where == "inputs.x.seq"
     lost = plan({"ring": 2}, inputs={"x": {"batch": 1, "length": 4}})
     assert codes(check_plan(lost)) == ["SC110"]
-
-
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        ("SC905", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {checkpoint: block}\n"),
-        ("SC906", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {loss_chunks: 2}\n"),
-        ("SC907", "mesh: {ring: 2}\nstrategies: {ring: }\nmemory: {offload: cpu}\n"),
-    ],
-)  # fmt: skip
-def test_what_is_not_built_is_refused_by_its_own_code(code: str, text: str) -> None:
-    found = [item.code for item in check_plan(load_plan(text), facts(8, 8))]
-    assert (code in found) == (code in {row[0] for row in NOT_AVAILABLE})
-    assert set(found) <= {code}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,241 @@
+"""What the options of `memory` keep for the backward, beside what would be kept without them.
+
+Counted on the local graph with the sizes of a call: storages that autograd saves, each once,
+without parameters and buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from seqcomp.layout.heads import head_map
+from seqcomp.lowering import ops
+from seqcomp.lowering.memory import KEPT, Rerun
+from seqcomp.lowering.program import Program
+from seqcomp.plan.resolve import ResolvedPlan
+from seqcomp.report.local import Saved
+from seqcomp.runtime.attention.merge import accumulator_dtype
+
+Values = Mapping[Node, Any]
+Bytes = dict[Any, int]
+"""Sizes of storages, by what tells them apart."""
+
+_SAVING = (ops.Attention, ops.ColumnLinear, ops.VocabularyLoss, ops.ChunkedLoss)
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One option: the bytes that one rank saves for the backward with it and without it.
+
+    `what` is the option as the plan has it, `where` what it acts on, `count` in how many calls.
+    `at_least`: a unit that runs untraced saves more than is known. `on_host`: what learns of
+    the kept values waits in host memory.
+    """
+
+    what: str
+    where: str
+    count: int
+    bytes_kept: int
+    bytes_without: int
+    at_least: bool = False
+    on_host: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Again:
+    """Which operations of a program run a second time, in backward."""
+
+    def __init__(self, program: Program, saved: Saved) -> None:
+        self._within = {n: rerun for rerun in program.checkpoints.values() for n in rerun.nodes}
+        self._runs: set[Node] = set()
+        for rerun in program.checkpoints.values():
+            self._runs.update(_second_run(rerun, saved))
+
+    def inside(self, node: Node) -> bool:
+        """Whether the node is in a call that runs again."""
+        return node in self._within
+
+    def sends(self, node: Node) -> bool:
+        """Whether what the node sends in forward is sent again."""
+        if node not in self._runs:
+            return False
+        kept = isinstance(node.target, (*KEPT, ops.Attention))
+        return not (kept and self._within[node].how.keeps)
+
+
+def _second_run(rerun: Rerun, saved: Saved) -> tuple[Node, ...]:
+    """The nodes up to the last whose saved values the backward needs."""
+    saving = [i for i, n in enumerate(rerun.nodes) if n in saved or isinstance(n.target, _SAVING)]
+    if not saving:
+        return ()
+    return rerun.nodes[: saving[-1] + 1] if rerun.how.early_stop else rerun.nodes
+
+
+def memory_rows(
+    program: Program, values: Values, saved: Saved, resolved: ResolvedPlan, *, on_host: bool
+) -> tuple[MemoryRow, ...]:
+    """A row for each option of `memory` that the program makes use of.
+
+    values, saved: as from `local_values`. on_host: whether `offload` has somewhere to move to.
+    """
+    memory = resolved.plan.memory
+    rows = []
+    if program.checkpoints:
+        reruns = list(program.checkpoints.values())
+        inside = {node for rerun in reruns for node in rerun.nodes}
+        state = _state(program, values)
+        count = _Count(values, saved, resolved, state)
+        outside = count.saved_by(n for n in program.flat.nodes if n not in inside)
+        count.known |= outside.keys()
+        kept: Bytes = {}
+        for rerun in reruns:
+            kept |= count.kept_of(rerun)
+        rows.append(
+            MemoryRow(
+                what=f"checkpoint: {memory.checkpoint}",
+                where=_pattern(rerun.path for rerun in reruns),
+                count=len(reruns),
+                bytes_kept=sum(kept.values()),
+                bytes_without=sum(count.saved_by(inside).values()),
+                at_least=any(isinstance(n.target, ops.TokenLocal) for n in inside),
+                on_host=on_host and memory.offload == "cpu",
+            )
+        )
+    rows += [
+        _chunked(node, node.target, values)
+        for node in program.flat.nodes
+        if isinstance(node.target, ops.ChunkedLoss) and values[node].requires_grad
+    ]
+    return tuple(rows)
+
+
+def _state(program: Program, values: Values) -> set[Any]:
+    """Storages of parameters and buffers."""
+    return {
+        _key(values[node])
+        for node in program.flat.nodes
+        if node.op == "placeholder" and node.name in program.capture.state
+    }
+
+
+def _key(x: Tensor) -> Any:
+    return x.untyped_storage()._cdata
+
+
+def _storages(tensors: Iterable[Any]) -> Bytes:
+    return {_key(x): x.untyped_storage().nbytes() for x in tensors if isinstance(x, Tensor)}
+
+
+def _operands(node: Node, values: Values) -> list[Any]:
+    return [values[item] if isinstance(item, Node) else item for item in node.args]
+
+
+class _Count:
+    """Storages that are not `known` to be there anyway."""
+
+    def __init__(
+        self, values: Values, saved: Saved, resolved: ResolvedPlan, known: set[Any]
+    ) -> None:
+        self._values, self._saved, self._resolved = values, saved, resolved
+        self.known = known
+
+    def saved_by(self, nodes: Iterable[Node]) -> Bytes:
+        """What autograd saves of the forward of `nodes`."""
+        found: Bytes = {}
+        for node in nodes:
+            found |= _storages(self._saved.get(node, ()))
+            if isinstance(node.target, ops.Attention):
+                found |= self._attention(node)
+            elif isinstance(node.target, ops.ColumnLinear):
+                found |= _storages([_operands(node, self._values)[1]])
+        return self._new(found)
+
+    def kept_of(self, rerun: Rerun) -> Bytes:
+        """The inputs of a call, and what it keeps of its first run."""
+        inside = set(rerun.nodes)
+        found: Bytes = {}
+        for node in rerun.nodes:
+            for operand in node.all_input_nodes:
+                if operand not in inside:
+                    found |= _storages(pytree.tree_leaves(self._values[operand]))
+            if not rerun.how.keeps:
+                continue
+            if isinstance(node.target, ops.Attention):
+                found |= _storages([self._values[node]])
+                operands = _storages(_operands(node, self._values)[:3])
+                found |= {k: v for k, v in self._attention(node).items() if k not in operands}
+            elif isinstance(node.target, KEPT):
+                found |= _storages([self._values[node]])
+            elif "attention" in node.meta:
+                operands = _storages(self._values[x] for x in node.all_input_nodes)
+                own = _storages(self._saved.get(node, ()))
+                found |= {k: v for k, v in own.items() if k not in operands}
+        return self._new(found)
+
+    def _new(self, found: Bytes) -> Bytes:
+        return {key: size for key, size in found.items() if key not in self.known}
+
+    def _attention(self, node: Node) -> Bytes:
+        """Queries, keys, values, the output and its log-sum-exp, of the heads of this rank."""
+        q, k, v = _operands(node, self._values)[:3]
+        wide = accumulator_dtype(q.dtype).itemsize
+        degree = self._resolved.ulysses_size
+        if degree == 1:
+            lse = {(node, "lse"): q.numel() // q.shape[3] * wide}
+            return _storages([q, k, v, self._values[node]]) | lse
+        heads = head_map(q.shape[1], k.shape[1], degree)
+        tokens = q.shape[0] * q.shape[2] * degree
+        widths = {
+            "q": heads.rank_queries * q.shape[3],
+            "k": heads.rank_keys * k.shape[3],
+            "v": heads.rank_keys * v.shape[3],
+            "out": heads.rank_queries * v.shape[3],
+        }
+        found = {(node, name): tokens * n * q.element_size() for name, n in widths.items()}
+        return found | {(node, "lse"): tokens * heads.rank_queries * wide}
+
+
+def _chunked(node: Node, op: ops.ChunkedLoss, values: Values) -> MemoryRow:
+    x, shard, weight, bias, _, target, classes = _operands(node, values)
+    tokens = target.numel()
+    own: Bytes = _storages([x if shard is None else shard, target])
+    found = dict(own)
+    if op.shared is not None:
+        own["lse"] = tokens * accumulator_dtype(op.dtype).itemsize
+        # In place of the targets: their places among this rank's classes, and two flags each.
+        found[_key(target)] = tokens * (target.element_size() + 2)
+
+    def pack(value: Tensor) -> Tensor:
+        if _key(value) not in _storages([x, weight, bias, classes]):
+            held.append(value)
+        return value
+
+    held: list[Tensor] = []
+    with x.fake_mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        logits = op.after(torch.nn.functional.linear(x, weight, bias).flatten(0, -2))
+        if op.shared is None:
+            op.each(logits, target.reshape(-1), classes)
+        else:
+            held.append(torch.empty_like(logits, dtype=accumulator_dtype(logits.dtype)))
+    found |= _storages(held)
+    return MemoryRow(
+        what=f"loss_chunks: {op.chunks}",
+        where=node.meta["head"],
+        count=1,
+        bytes_kept=sum(own.values()),
+        bytes_without=sum(found.values()),
+    )
+
+
+def _pattern(paths: Iterable[str]) -> str:
+    patterns = {".".join("*" if p.isdigit() else p for p in path.split(".")) for path in paths}
+    return ", ".join(sorted(patterns))
