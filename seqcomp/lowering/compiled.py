@@ -84,6 +84,7 @@ class CompiledModule:
         self._reads: dict[str, list[tuple[str, Tensor, int]]] = {}
         self._accepted: tuple[str, CallSizes] | None = None  # as found last: it takes sympy
         self._epoch = 0
+        self._compared = False
         self._closed = False
         tensor = self._mesh.tensor
         self._cut = CutParameters(module, context, tensor) if tensor else None
@@ -156,6 +157,9 @@ class CompiledModule:
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the module on this rank. Raises PlanError alike on all ranks."""
         program, run, call = self._find(args, kwargs)
+        if not self._compared:
+            self._consensus.on_inputs(self._mesh.batch, call.tensors())
+            self._compared = True
         leaves = run(self._module, *call.leaves)
         return pytree.tree_unflatten(list(leaves), program.out_spec)
 

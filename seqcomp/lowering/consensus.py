@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
-from seqcomp.runtime.agreement import Agreement, Outcome, RankLostError
+from torch import Tensor
+
+from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, raise_for_errors
+from seqcomp.lowering.same_inputs import compare_inputs
+from seqcomp.runtime.agreement import Agreement, Outcome
 from seqcomp.runtime.comm import RankContext
+from seqcomp.runtime.lost import RankLostError
 
 Checks = Literal["call", "compile", "off"]
 
@@ -21,6 +26,7 @@ class Consensus:
     """The exchanges of one compiled module. With `checks: off` every rank is on its own."""
 
     def __init__(self, context: RankContext, checks: Checks):
+        self._context = context
         self._agreement = Agreement(context, _TIMEOUT_S)
         self._checks = checks
 
@@ -32,6 +38,14 @@ class Consensus:
         """After each compilation, before the program first runs."""
         self._exchange(failure, facts, active=self._checks != "off")
 
+    def on_inputs(self, batch: tuple[str, ...], inputs: Mapping[str, Tensor]) -> None:
+        """Before the first step, unless checks are off: `inputs` within each sequence group."""
+        if self._checks == "off":
+            return
+        with _surfacing():
+            found = compare_inputs(self._context, self._agreement, batch, inputs)
+        raise_for_errors(found)
+
     def _exchange(
         self, failure: PlanError | None, facts: Mapping[str, str], *, active: bool
     ) -> None:
@@ -40,10 +54,8 @@ class Consensus:
                 raise failure
             return
         text = _dump(failure) if failure is not None else json.dumps(dict(facts))
-        try:
+        with _surfacing():
             outcomes = self._agreement.exchange(failure is None, text)
-        except RankLostError as error:
-            raise PlanError([_lost(error)]) from error
         if outcomes is None:
             return
         raise _joint_error(outcomes) from failure
@@ -126,6 +138,17 @@ _HELP = {
     "grad mode": "use the same grad mode on all ranks",
     "modes": "use the same train()/eval(), grad and autocast modes on all ranks",
 }
+
+
+@contextlib.contextmanager
+def _surfacing() -> Iterator[None]:
+    """A rank that has ended is no mistake of the caller's; one that is late may be."""
+    try:
+        yield
+    except RankLostError as error:
+        if error.rank is not None:
+            raise
+        raise PlanError([_lost(error)]) from error
 
 
 def _lost(error: RankLostError) -> Diagnostic:

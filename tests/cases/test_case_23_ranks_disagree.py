@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,3 +113,43 @@ def ids_alone(spec: Any) -> dict[str, Tensor]:
 def test_programs_in_another_order_are_refused_and_say_what_to_set(pools: Pools) -> None:
     case = Case(PLANS[0], build=in_any_order, make_inputs=ids_alone)
     assert check_refused(pools, case, "program", "PYTHONHASHSEED=0") == ("SC504",)
+
+
+def other_tokens(rank: int, world: int, plan: Any, *, off: bool) -> tuple[tuple[str, ...], str]:
+    """Rank 3 has other tokens; then the same on all, which must still work."""
+    import seqcomp
+
+    model = seqcomp.parallelize(build(), plan={**plan, "checks": "off" if off else "call"})
+    batch = inputs()
+    if rank == 3:
+        batch["input_ids"][1, 5] += 1
+    try:
+        model(**batch)
+    except seqcomp.PlanError as error:
+        seen = tuple(d.code for d in error.diagnostics), str(error)
+    else:
+        seen = (), ""
+    model(**inputs())["loss"].backward()
+    seqcomp.of(model).close()
+    return seen
+
+
+@pytest.mark.distributed
+def test_other_tokens_on_one_rank_are_found_in_the_first_step(pools: Pools) -> None:
+    for plan in PLANS:
+        seen = pools.run(4, partial(other_tokens, off=False), plan)
+        assert seen == [seen[0]] * 4
+        codes, text = seen[0]
+        assert codes == ("SC504",)
+        assert "input_ids" in text
+        assert "ranks [0, 1, 2]" in text
+        assert "ranks [3]" in text
+        assert "labels" not in text
+    # Ranks 2 and 3 are a group of their own here, and slices of the batch may differ.
+    pairs = plans.with_data(plans.ulysses(2), 2)
+    codes, text = pools.run(4, partial(other_tokens, off=False), pairs)[0]
+    assert codes == ("SC504",)
+    assert "ranks [2]" in text
+    assert "[0" not in text
+    # The control: nothing else sees it.
+    assert pools.run(4, partial(other_tokens, off=True), PLANS[0]) == [((), "")] * 4
