@@ -57,6 +57,9 @@ class Lost:
         return RankLostError(f"rank {self.rank} {self.why}; this rank was in {doing}", self.rank)
 
 
+STORE_GONE = Lost(0, "or the launcher, which hosts the store, does not answer")
+
+
 class Census:
     """Which process is which rank. Making one waits until all of ``ranks`` have registered.
 
@@ -68,6 +71,7 @@ class Census:
     ) -> None:
         self.rank = rank
         self.ranks = tuple(sorted(ranks))
+        self._reached = True
         self._store = PrefixStore("seqcomp/census", store)
         self._store.set(f"who/{rank}", f"{this_host()} {os.getpid()}")
         self._who = {r: text.rsplit(" ", 1) for r, text in self._read_all("who", timeout_s)}
@@ -75,9 +79,14 @@ class Census:
     def find(self, wait_s: float = 0.0) -> Lost | None:
         """The first rank that was lost, looked for during ``wait_s``; None where all are there."""
         end = time.monotonic() + wait_s
+        reached = time.monotonic()
         while True:
-            found = self._look()
-            if found is not None or time.monotonic() >= end:
+            found = self._told() or self._missing()
+            now = time.monotonic()
+            reached = now if self._reached else reached
+            if found is None and now - reached > _STORE_S:
+                return STORE_GONE
+            if found is not None or now >= end:
                 return found
             time.sleep(_POLL_S)
 
@@ -92,7 +101,7 @@ class Census:
         except RankLostError:
             raise
         except RuntimeError as error:
-            found = self.find(FIND_S if _CONNECTION.search(str(error)) else 0.0)
+            found = self.find(FIND_S if is_connection_error(error) else 0.0)
             if found is not None:
                 raise found.error(doing) from error
             error.add_note(f"in {doing}")
@@ -120,8 +129,15 @@ class Census:
         """This rank is done. Waits for the others as long as given: one may host the store."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "1")
-            keys = [f"left/{r}" for r in self.ranks]
-            self._store.wait(keys, timedelta(seconds=wait_s))
+            number, size = self._store.add("leaving", 1), len(self.ranks)
+            everyone = f"all left/{(number - 1) // size}"
+            if number % size == 0:
+                self._store.set(everyone, "1")
+            self._store.wait([everyone], timedelta(seconds=wait_s))
+
+    def come_back(self) -> None:
+        """Undoes `leave`."""
+        self._store.delete_key(f"left/{self.rank}")
 
     def beat(self, number: int) -> None:
         """Shows other hosts that this rank is alive."""
@@ -134,20 +150,22 @@ class Census:
         key = f"beat/{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _look(self) -> Lost | None:
-        reached = True
+    def _told(self) -> Lost | None:
         try:
-            if self._store.check([_LOST]):
-                return Lost(**json.loads(self._store.get(_LOST)))
+            told = self._store.get(_LOST) if self._store.check([_LOST]) else None
         except RuntimeError:
-            reached = False
+            self._reached = False
+            return None
+        self._reached = True
+        return None if told is None else Lost(**json.loads(told))
+
+    def _missing(self) -> Lost | None:
         for rank in self.ranks:
             host, pid = self._who[rank]
             if rank == self.rank or host != this_host() or not has_ended(int(pid)):
                 continue
-            if reached and self._has_left(rank):
-                continue
-            return self.report(rank, f"{self.whereabouts(rank)} has ended")
+            if not self._has_left(rank):
+                return self.report(rank, f"{self.whereabouts(rank)} has ended")
         return None
 
     def _has_left(self, rank: int) -> bool:
@@ -167,6 +185,11 @@ class Census:
                 missing[0] if len(missing) == 1 else None,
             ) from error
         return [(r, self._store.get(k).decode()) for r, k in zip(self.ranks, keys, strict=True)]
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an error may come from a rank that is not there."""
+    return isinstance(error, RuntimeError) and _CONNECTION.search(str(error)) is not None
 
 
 def own_store() -> Store:

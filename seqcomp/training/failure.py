@@ -24,7 +24,15 @@ from typing import Any
 import torch.distributed as dist
 
 from seqcomp.runtime.comm import HostChannel
-from seqcomp.runtime.lost import FIND_S, Census, Lost, RankLostError, own_store
+from seqcomp.runtime.lost import (
+    FIND_S,
+    STORE_GONE,
+    Census,
+    Lost,
+    RankLostError,
+    is_connection_error,
+    own_store,
+)
 
 __all__ = ["EXIT_CODE", "RankLostError", "StopRequest", "Watch"]
 
@@ -37,9 +45,10 @@ class Watch:
 
     A thread looks after the processes of this host, and after beats of the next rank where that is
     on another. Collectives over gloo fail by themselves when a rank ends, and RankLostError comes
-    out of them. A main thread that hangs instead (NCCL, a device) gets `grace_s`; then its stack
-    and the lost rank go to stderr and the process ends with EXIT_CODE. Any error that leaves the
-    block is told to the other ranks. Does nothing in a job of one process.
+    out of them, or takes the place of a connection's error that leaves the block. A main thread
+    that hangs instead (NCCL, a device) gets `grace_s`; then its stack and the lost rank go to
+    stderr and the process ends with EXIT_CODE. Any other error that leaves the block is told to the
+    other ranks. Does nothing in a job of one process.
 
     silence_s: how long a rank of another host may show no beat; a stopped process is silent too.
     Making one is collective, over the ranks of the default process group.
@@ -49,7 +58,7 @@ class Watch:
         self, *, beat_s: float = 1.0, silence_s: float = 8.0, grace_s: float = 4.0
     ) -> None:
         self._beat_s, self._silence_s, self._grace_s = beat_s, silence_s, grace_s
-        self._done = threading.Event()
+        self._done = threading.Event()  # of a watch that is entered once
         self._thread: threading.Thread | None = None
         self._census: Census | None = None
 
@@ -59,6 +68,7 @@ class Watch:
         rank, ranks = dist.get_rank(), range(dist.get_world_size())
         # A client for each thread: a call of one never waits for one of the other.
         self._census = Census(own_store(), rank, ranks)
+        self._census.come_back()
         theirs = Census(own_store(), rank, ranks)
         main = threading.get_ident()
         self._thread = threading.Thread(
@@ -85,7 +95,7 @@ class Watch:
 
     def _explain(self, census: Census, error: BaseException) -> None:
         """The error of a lost rank, or our own told to the others."""
-        lost = census.find(FIND_S if isinstance(error, RuntimeError) else 0.0)
+        lost = census.find(FIND_S) if is_connection_error(error) else None
         if lost is not None:
             raise lost.error(f"{type(error).__name__}: {error}") from error
         census.report(census.rank, f"failed with {type(error).__name__}: {str(error)[:500]}")
@@ -125,10 +135,7 @@ class _Beats:
             heard = self._census.beat_of(self._next) if self._next is not None else "left"
         except RuntimeError:
             self._unreached += 1
-            if self._unreached < self._most_silent:
-                return None
-            # A launcher hosts the store, or rank 0 does.
-            return Lost(0, "or the launcher, which hosts the store, does not answer")
+            return STORE_GONE if self._unreached >= self._most_silent else None
         self._unreached = 0
         self._silent = 0 if heard != self._last or heard == "left" else self._silent + 1
         self._last = heard

@@ -63,7 +63,7 @@ def uninterrupted(folder: Path, plan: Any, *, background: bool) -> tuple[Any, di
 
 def on_ranks(rank: int, world: int, folder: Path) -> dict[str, str]:
     """Every pair of plans; the digests of the uninterrupted runs."""
-    want = {name: x for name, x in torch.load(folder / "end.pt").items()}
+    want = torch.load(folder / "end.pt")
     models, ends = {}, {}
     for name, plan in PLANS.items():
         background = name == "ring"  # the copy must not follow the training that goes on
