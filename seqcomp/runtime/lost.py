@@ -72,7 +72,8 @@ class Census:
         self.rank = rank
         self.ranks = tuple(sorted(ranks))
         self._reached = True
-        self._store = PrefixStore("seqcomp/census", store)
+        # A launcher that starts ranks again may give them the same store.
+        self._store = PrefixStore(f"seqcomp/census/{life()}", store)
         self._store.set(f"who/{rank}", f"{this_host()} {os.getpid()}")
         self._who = {r: text.rsplit(" ", 1) for r, text in self._read_all("who", timeout_s)}
 
@@ -185,6 +186,11 @@ class Census:
                 missing[0] if len(missing) == 1 else None,
             ) from error
         return [(r, self._store.get(k).decode()) for r, k in zip(self.ranks, keys, strict=True)]
+
+
+def life() -> str:
+    """Which life of the job this is under torchrun --max-restarts; "0" elsewhere."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def is_connection_error(error: BaseException) -> bool:
