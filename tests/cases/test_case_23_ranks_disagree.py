@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from seqcomp.diagnostics import PlanError
+from seqcomp.runtime.comm import RankContext
+from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import plans
 from tests.fixtures.models import M0, build, inputs
 from tests.fixtures.parity import Call, Case, check_parity, check_refused
@@ -115,29 +117,27 @@ def test_programs_in_another_order_are_refused_and_say_what_to_set(pools: Pools)
     assert check_refused(pools, case, "program", "PYTHONHASHSEED=0") == ("SC504",)
 
 
-def other_tokens(rank: int, world: int, plan: Any, *, off: bool) -> tuple[tuple[str, ...], str]:
-    """Rank 3 has other tokens; then the same on all, which must still work."""
-    import seqcomp
+def other_tokens(plan: Any, *, checks: str = "call") -> list[tuple[tuple[str, ...], str]]:
+    """What each rank says when rank 3 has another token; then all have the same, which works."""
 
-    model = seqcomp.parallelize(build(), plan={**plan, "checks": "off" if off else "call"})
-    batch = inputs()
-    if rank == 3:
-        batch["input_ids"][1, 5] += 1
-    try:
-        model(**batch)
-    except seqcomp.PlanError as error:
-        seen = tuple(d.code for d in error.diagnostics), str(error)
-    else:
-        seen = (), ""
-    model(**inputs())["loss"].backward()
-    seqcomp.of(model).close()
-    return seen
+    def step(model: nn.Module, context: RankContext, _: dict[str, Any]) -> Any:
+        batch = inputs()
+        if context.rank == 3:
+            batch["input_ids"][1, 5] += 1
+        seen: tuple[tuple[str, ...], str] = (), ""
+        try:
+            model(**batch)
+        except PlanError as error:
+            seen = tuple(d.code for d in error.diagnostics), str(error)
+        model(**inputs())["loss"].backward()
+        return seen
+
+    return lockstep(build, {**plan, "checks": checks}, step)
 
 
-@pytest.mark.distributed
-def test_other_tokens_on_one_rank_are_found_in_the_first_step(pools: Pools) -> None:
+def test_other_tokens_on_one_rank_are_found_in_the_first_step() -> None:
     for plan in PLANS:
-        seen = pools.run(4, partial(other_tokens, off=False), plan)
+        seen = other_tokens(plan)
         assert seen == [seen[0]] * 4
         codes, text = seen[0]
         assert codes == ("SC504",)
@@ -146,10 +146,9 @@ def test_other_tokens_on_one_rank_are_found_in_the_first_step(pools: Pools) -> N
         assert "ranks [3]" in text
         assert "labels" not in text
     # Ranks 2 and 3 are a group of their own here, and slices of the batch may differ.
-    pairs = plans.with_data(plans.ulysses(2), 2)
-    codes, text = pools.run(4, partial(other_tokens, off=False), pairs)[0]
+    codes, text = other_tokens(plans.with_data(plans.ulysses(2), 2))[0]
     assert codes == ("SC504",)
     assert "ranks [2]" in text
     assert "[0" not in text
     # The control: nothing else sees it.
-    assert pools.run(4, partial(other_tokens, off=True), PLANS[0]) == [((), "")] * 4
+    assert other_tokens(PLANS[0], checks="off") == [((), "")] * 4
