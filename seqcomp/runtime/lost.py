@@ -25,6 +25,7 @@ FIND_S = 10.0
 """How long a failed collective looks for the rank that failed it: a lost host shows by silence."""
 
 _POLL_S = 0.05
+_JOIN_S = 2.0
 _STORE_S = 5.0
 _LOST = "lost"
 _CONNECTION = re.compile(
@@ -61,32 +62,44 @@ STORE_GONE = Lost(0, "or the launcher, which hosts the store, does not answer")
 
 
 class Census:
-    """Which process is which rank. Making one waits until all of ``ranks`` have registered.
+    """Which process is which rank. Making one registers this process and waits for nobody.
 
     Not to be shared by threads: a store client serves one call at a time.
     """
 
-    def __init__(
-        self, store: Store, rank: int, ranks: Sequence[int], *, timeout_s: float = 300.0
-    ) -> None:
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int]) -> None:
         self.rank = rank
         self.ranks = tuple(sorted(ranks))
         self._reached = True
         # A launcher that starts ranks again may give them the same store.
         self._store = PrefixStore(f"seqcomp/census/{life()}", store)
         self._store.set(f"who/{rank}", f"{this_host()} {os.getpid()}")
-        self._who = {r: text.rsplit(" ", 1) for r, text in self._read_all("who", timeout_s)}
+        self._who: dict[int, list[str]] = {}
+        self._meet()
+
+    def wait_for_all(self, timeout_s: float = 300.0) -> None:
+        """Until every rank has registered. Raises RankLostError with those that have not."""
+        with contextlib.suppress(RuntimeError):
+            keys = [f"who/{rank}" for rank in self.ranks]
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        self._meet()
+        missing = self._strangers()
+        if missing:
+            raise RankLostError(f"ranks {missing} did not register within {timeout_s:g} s")
 
     def find(self, wait_s: float = 0.0) -> Lost | None:
         """The first rank that was lost, looked for during ``wait_s``; None where all are there."""
-        end = time.monotonic() + wait_s
-        reached = time.monotonic()
+        start = reached = time.monotonic()
+        end = start + wait_s
         while True:
+            self._meet()
             found = self._told() or self._missing()
             now = time.monotonic()
             reached = now if self._reached else reached
             if found is None and now - reached > _STORE_S:
                 return STORE_GONE
+            if found is None and now - start > _JOIN_S and self._strangers():
+                return self.report(self._strangers()[0], "ended before it joined the others")
             if found is not None or now >= end:
                 return found
             time.sleep(_POLL_S)
@@ -97,6 +110,7 @@ class Census:
 
         Any other error gets a note that says what was being done.
         """
+        self._meet()  # while the store is there: it may end with a rank
         try:
             yield
         except RankLostError:
@@ -124,7 +138,7 @@ class Census:
 
     def elsewhere(self) -> tuple[int, ...]:
         """The ranks of other hosts, whose processes cannot be looked at."""
-        return tuple(r for r in self.ranks if self._who[r][0] != this_host())
+        return tuple(r for r, (host, _) in self._who.items() if host != this_host())
 
     def leave(self, wait_s: float) -> None:
         """This rank is done. Waits for the others as long as given: one may host the store."""
@@ -161,8 +175,7 @@ class Census:
         return None if told is None else Lost(**json.loads(told))
 
     def _missing(self) -> Lost | None:
-        for rank in self.ranks:
-            host, pid = self._who[rank]
+        for rank, (host, pid) in sorted(self._who.items()):
             if rank == self.rank or host != this_host() or not has_ended(int(pid)):
                 continue
             if not self._has_left(rank):
@@ -175,17 +188,17 @@ class Census:
         except RuntimeError:
             return False
 
-    def _read_all(self, key: str, timeout_s: float) -> list[tuple[int, str]]:
-        keys = [f"{key}/{rank}" for rank in self.ranks]
-        try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-        except dist.DistStoreError as error:
-            missing = [r for r in self.ranks if not self._store.check([f"{key}/{r}"])]
-            raise RankLostError(
-                f"ranks {missing} did not register within {timeout_s:g} s",
-                missing[0] if len(missing) == 1 else None,
-            ) from error
-        return [(r, self._store.get(k).decode()) for r, k in zip(self.ranks, keys, strict=True)]
+    def _strangers(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self._who]
+
+    def _meet(self) -> None:
+        """Reads who has registered since; costs nothing once all have."""
+        if len(self._who) == len(self.ranks):
+            return
+        with contextlib.suppress(RuntimeError):
+            for rank in self._strangers():
+                if self._store.check([f"who/{rank}"]):
+                    self._who[rank] = self._store.get(f"who/{rank}").decode().rsplit(" ", 1)
 
 
 def life() -> str:

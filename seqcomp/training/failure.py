@@ -70,6 +70,8 @@ class Watch:
         self._census = Census(own_store(), rank, ranks)
         self._census.come_back()
         theirs = Census(own_store(), rank, ranks)
+        for census in (self._census, theirs):
+            census.wait_for_all()
         main = threading.get_ident()
         self._thread = threading.Thread(
             target=self._look, args=(theirs, main), name="seqcomp-watch", daemon=True
