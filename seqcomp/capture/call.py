@@ -36,6 +36,11 @@ class Call:
     names: tuple[str, ...]
     treespec: pytree.TreeSpec
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The leaves that are tensors, by name."""
+        named = zip(self.names, self.leaves, strict=True)
+        return {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
+
 
 @dataclass(frozen=True)
 class InputDims:

@@ -85,6 +85,7 @@ class CompiledModule:
         self._reads: dict[str, list[tuple[str, Tensor, int]]] = {}
         self._accepted: tuple[str, CallSizes] | None = None  # as found last: it takes sympy
         self._epoch = 0
+        self._compared = False
         self._closed = False
         self._division = Division(module, context, resolved, self._mesh.tensor)
         vars(module)[_SLOT] = self
@@ -157,6 +158,9 @@ class CompiledModule:
         try:
             program, run, call = self._find(args, kwargs)
             raise_for_errors(program.unmet)
+            if not self._compared:
+                self._consensus.on_inputs(self._mesh.batch, call.tensors())
+                self._compared = True
         except PlanError:
             self._division.abandon_call()
             raise

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
-from seqcomp.runtime.agreement import Agreement, Outcome, RankLostError
+from torch import Tensor
+
+from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, raise_for_errors
+from seqcomp.lowering.same_inputs import compare_inputs
+from seqcomp.runtime.agreement import Agreement, Outcome
 from seqcomp.runtime.comm import RankContext
+from seqcomp.runtime.lost import RankLostError
 
 Checks = Literal["call", "compile", "off"]
 
@@ -38,10 +43,16 @@ class Consensus:
 
         Raises PlanError SC505 where a rank is missing.
         """
-        try:
+        with _surfacing():
             return self._context.host.of_first(draw, timeout_s=_TIMEOUT_S)
-        except (RuntimeError, TimeoutError) as error:
-            raise PlanError([_lost(RankLostError(str(error)))]) from error
+
+    def on_inputs(self, batch: tuple[str, ...], inputs: Mapping[str, Tensor]) -> None:
+        """Before the first step, unless checks are off: `inputs` within each sequence group."""
+        if self._checks == "off":
+            return
+        with _surfacing():
+            found = compare_inputs(self._context, self._agreement, batch, inputs)
+        raise_for_errors(found)
 
     def _exchange(
         self, failure: PlanError | None, facts: Mapping[str, str], *, active: bool
@@ -51,10 +62,8 @@ class Consensus:
                 raise failure
             return
         text = _dump(failure) if failure is not None else json.dumps(dict(facts))
-        try:
+        with _surfacing():
             outcomes = self._agreement.exchange(failure is None, text)
-        except RankLostError as error:
-            raise PlanError([_lost(error)]) from error
         if outcomes is None:
             return
         raise _joint_error(outcomes) from failure
@@ -137,6 +146,17 @@ _HELP = {
     "grad mode": "use the same grad mode on all ranks",
     "modes": "use the same train()/eval(), grad and autocast modes on all ranks",
 }
+
+
+@contextlib.contextmanager
+def _surfacing() -> Iterator[None]:
+    """A rank that has ended is no mistake of the caller's; one that is late may be."""
+    try:
+        yield
+    except RankLostError as error:
+        if error.rank is not None:
+            raise
+        raise PlanError([_lost(error)]) from error
 
 
 def _lost(error: RankLostError) -> Diagnostic:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from seqcomp.runtime.comm import RankContext
+from seqcomp.runtime.lost import RankLostError
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,6 @@ class Outcome:
     rank: int
     ok: bool
     text: str
-
-
-class RankLostError(RuntimeError):
-    """Some rank did not take part in time."""
 
 
 class Agreement:
@@ -38,22 +36,33 @@ class Agreement:
     def exchange(self, ok: bool, text: str) -> list[Outcome] | None:
         """None where every rank is fine and says the same; else everybody's outcome.
 
-        Raises RankLostError when a rank does not answer in time.
+        Raises RankLostError when a rank has ended, or does not answer in time.
         """
         if self._context.world_size == 1:
             return None if ok else [Outcome(0, ok, text)]
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         # A number that no other exchange has: the keys of a disagreement are never read twice.
         nonce = secrets.randbits(62)
+        bad, high, low, common = self.all_max([int(not ok), digest, -digest, nonce])
+        if not bad and high == -low:
+            return None
+        key = f"agreement/{common}"
         try:
-            bad, high, low, common = self._context.host.all_max(
-                [int(not ok), digest, -digest, nonce], timeout_s=self._timeout_s
-            )
-            if not bad and high == -low:
-                return None
-            key = f"agreement/{common}"
             self._context.store.set(f"{key}/{self._context.rank}", f"{int(ok)}{text}")
             return [self._read(key, rank) for rank in range(self._context.world_size)]
+        except RankLostError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            raise RankLostError(str(error)) from error
+
+    def all_max(self, values: Sequence[int]) -> list[int]:
+        """Element-wise maximum over the ranks. Raises RankLostError as `exchange` does."""
+        if self._context.world_size == 1:
+            return list(values)
+        try:
+            return self._context.host.all_max(values, timeout_s=self._timeout_s)
+        except RankLostError:
+            raise
         except (RuntimeError, TimeoutError) as error:
             raise RankLostError(str(error)) from error
 

@@ -6,7 +6,7 @@ that need the same partition, and destroyed when the last of them closes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,27 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from seqcomp.runtime.comm import (
-    Arrived,
-    Communicator,
-    Pending,
-    RankContext,
-    Reduction,
-    mesh_dim,
-    sum_in_rank_order,
-)
+from seqcomp.runtime.comm import Communicator, RankContext, mesh_dim
 from seqcomp.runtime.host import GlooHost, LonelyHost, PrefixedStore
+from seqcomp.runtime.lost import Census
+from seqcomp.runtime.process_comm import ProcessCommunicator
 from seqcomp.runtime.traffic import Traffic
 
 __all__ = ["Communicator", "RankContext", "Traffic", "group_count", "process_context"]
 
-_COLLECTIVE_TAG = 0x5EC1
-"""Keeps the messages of collectives on the CPU apart from all others on the same group."""
-
-_MOST_TENSORS = 4  # of one exchange: each has a tag of its own
-
 Partition = tuple[tuple[int, ...], ...]
 """Disjoint sets of global ranks, each sorted, that together cover a mesh."""
+
+_Key = tuple[Partition, str, str]
 
 
 @dataclass
@@ -45,9 +36,9 @@ class _Entry:
     pinned: bool = False
 
 
-# Keyed by (partition, backend). A whole partition, not one's own ranks: creating groups is
+# Keyed by (partition, backend, purpose). A whole partition, not one's own ranks: creating groups is
 # collective, so whether it happens must be decided alike on every rank.
-_groups: dict[tuple[Partition, str], _Entry] = {}
+_groups: dict[_Key, _Entry] = {}
 
 
 def group_count() -> int:
@@ -90,10 +81,13 @@ class ProcessContext(RankContext):
         self._grid = grid
         self._mesh = mesh
         self._comms: dict[tuple[str, ...], ProcessCommunicator] = {}
-        self._used: list[tuple[Partition, str]] = []
+        self._used: list[_Key] = []
         self._closed = False
-        self.host = GlooHost(self._host_group()) if self.world_size > 1 else LonelyHost()
-        self.store = PrefixedStore()
+        store = dist.distributed_c10d._get_default_store()
+        self.census = Census(store, rank, grid.flatten().tolist())
+        alone = self.world_size == 1
+        self.host = LonelyHost() if alone else GlooHost(self._host_group(), self.census)
+        self.store = PrefixedStore(self.census)
 
     def comm(self, axes: tuple[str, ...]) -> Communicator:
         if axes not in self._comms:
@@ -126,6 +120,14 @@ class ProcessContext(RankContext):
         assert all(row == sorted(row) for row in rows), "a mesh whose ranks are not in order"
         return self._group(tuple(sorted(tuple(row) for row in rows)))
 
+    def side_group(self, purpose: str) -> dist.ProcessGroup:
+        """A gloo group of all ranks of the mesh for a thread of its own. Collective.
+
+        The same for each ``purpose``, and freed with the context.
+        """
+        everyone: Partition = (tuple(sorted(self._grid.flatten().tolist())),)
+        return self._group(everyone, "gloo", purpose)
+
     def close(self) -> None:
         if self._closed:
             return
@@ -139,13 +141,13 @@ class ProcessContext(RankContext):
         size, rank = self._nested(axes)
         name = mesh_dim(axes)
         if size == 1:
-            return ProcessCommunicator(name, [self.rank], rank, self.traffic, None)
+            return ProcessCommunicator(name, [self.rank], rank, self.traffic, None, self.census)
         nested = self._nested_ranks(axes)
         mine = next(ranks for ranks in nested if self.rank in ranks)
         group = self._mesh_group(axes)
         if group is None:
             group = self._group(tuple(sorted(tuple(sorted(ranks)) for ranks in nested)))
-        return ProcessCommunicator(name, mine, rank, self.traffic, group)
+        return ProcessCommunicator(name, mine, rank, self.traffic, group, self.census)
 
     def _nested_ranks(self, axes: tuple[str, ...]) -> list[list[int]]:
         """Global ranks of every group along ``axes``, each in nested order."""
@@ -161,12 +163,14 @@ class ProcessContext(RankContext):
             return None
         return self._mesh.get_group(list(self.sizes).index(wide[0]))
 
-    def _group(self, partition: Partition, backend: str = "") -> dist.ProcessGroup:
+    def _group(
+        self, partition: Partition, backend: str = "", purpose: str = ""
+    ) -> dist.ProcessGroup:
         world = dist.group.WORLD
         assert world is not None
         if not backend and partition == (tuple(range(dist.get_world_size())),):
             return world
-        key = (partition, backend)
+        key = (partition, backend, purpose)
         group = _acquire(key, world, self.rank, covers_world=self._grid.numel() == world.size())
         self._used.append(key)
         return group
@@ -175,148 +179,6 @@ class ProcessContext(RankContext):
         everyone: Partition = (tuple(sorted(self._grid.flatten().tolist())),)
         hosted = "gloo" in dist.get_backend() or "cpu:gloo" in dist.get_backend_config()
         return self._group(everyone, "" if hosted else "gloo")
-
-
-class ProcessCommunicator(Communicator):
-    """A communicator over a process group, whose own ranks are sorted by global rank."""
-
-    def __init__(
-        self,
-        axis: str,
-        ranks: list[int],
-        rank: int,
-        traffic: Traffic,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(axis, len(ranks), rank, traffic)
-        self._group = group
-        self._ranks = ranks
-        self._exchanges = 0
-        # Places in the group's own order.
-        self._peers = ranks if group is None else [dist.get_group_rank(group, r) for r in ranks]
-        # Row of the group's order -> row of ours, and back; None where they agree.
-        agree = self._peers == sorted(self._peers)
-        self._to_nested = None if agree else self._peers
-        self._to_group = None if agree else [self._peers.index(i) for i in range(self.size)]
-
-    # On the CPU collectives are messages between pairs: gloo's own cost up to twice the time,
-    # its reduce-scatter sends each byte twice, and sums come out in the order, and so with the
-    # rounding, of ranks in threads.
-
-    def _start_all_gather(self, x: Tensor) -> Pending:
-        out = x.new_empty((self.size, *x.shape))
-        if x.device.type == "cpu":
-            works = self._post([x] * self.size, out.unbind())
-            out[self.rank].copy_(x)
-            return _Posted(works, [x], lambda: [out])
-        work = dist.all_gather_single(out.view(-1), x.view(-1), group=self._group, async_op=True)
-        order = self._to_nested
-        return _Posted([work], [x], lambda: [out if order is None else out[order]])
-
-    def _reduce_scatter(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
-            rows = list(torch.empty_like(x).unbind())
-            works = self._post(x.unbind(), rows)
-            rows[self.rank] = x[self.rank]
-            _wait(works)
-            return sum_in_rank_order(rows)
-        x = x if self._to_group is None else x[self._to_group]
-        out = torch.empty_like(x[0])
-        dist.reduce_scatter_single(out.view(-1), x.view(-1), group=self._group)
-        return out
-
-    def _start_all_reduce(self, x: Tensor, op: Reduction) -> Pending:
-        if x.device.type == "cpu" and self.size == 2 and op == "sum":
-            rows = [x, x]
-            rows[1 - self.rank] = torch.empty_like(x)
-            return _Posted(self._post([x, x], rows), [x], lambda: [sum_in_rank_order(rows)])
-        out = x.clone()
-        reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        work = dist.all_reduce(out, reduce_op, group=self._group, async_op=True)
-        return _Posted([work], [], lambda: [out])
-
-    def _all_to_all(self, x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        if x.device.type == "cpu":
-            works = self._post(x.unbind(), out.unbind())
-            out[self.rank].copy_(x[self.rank])
-            _wait(works)
-            return out
-        x = x if self._to_group is None else x[self._to_group]
-        dist.all_to_all_single(out, x, group=self._group)
-        return out if self._to_nested is None else out[self._to_nested]
-
-    def _post(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> list[dist.Work]:
-        """One message to and from every other rank, in rank order; contiguous tensors.
-
-        Of empty ones both sides know.
-        """
-        group, others = self._group, [i for i in range(self.size) if i != self.rank]
-        assert group is not None
-        # gloo matches messages of one tag between two ranks in the order of their posting.
-        return [
-            *(
-                group.recv([receives[i]], self._peers[i], _COLLECTIVE_TAG)
-                for i in others
-                if receives[i].numel()
-            ),
-            *(
-                group.send([sends[i]], self._peers[i], _COLLECTIVE_TAG)
-                for i in others
-                if sends[i].numel()
-            ),
-        ]
-
-    def _start_exchange(
-        self, sends: list[Tensor], receives: list[Tensor], to: int, source: int
-    ) -> Pending:
-        # NCCL wants all ranks in the first call of a group, and not all may have something to do.
-        if not self._exchanges and "nccl" in dist.get_backend_config(self._group):
-            dist.barrier(self._group)
-        # Several exchanges may be on their way between the same two ranks: gloo tells them apart
-        # by tag, NCCL by order.
-        self._exchanges += 1
-        tag = self._exchanges % 4096 * _MOST_TENSORS
-        ops = [
-            dist.P2POp(op, x, self._ranks[peer], self._group, tag=tag + i)
-            for op, tensors, peer in ((dist.isend, sends, to), (dist.irecv, receives, source))
-            for i, x in enumerate(tensors)
-        ]
-        assert max(len(sends), len(receives)) <= _MOST_TENSORS
-        if not ops:
-            return Arrived([])
-        return _Posted(dist.batch_isend_irecv(ops), sends, lambda: receives)
-
-    def _exchange_all(self, sends: list[Tensor], receives: list[Tensor]) -> None:
-        if sends[0].device.type == "cpu":
-            _wait(self._post(sends, receives))
-            return
-        order = range(self.size) if self._to_group is None else self._to_group
-        ours, theirs = [sends[i] for i in order], [receives[i] for i in order]
-        packed, sizes = torch.cat(ours), [len(x) for x in theirs]
-        out = packed.new_empty(sum(sizes))
-        dist.all_to_all_single(out, packed, sizes, [len(x) for x in ours], group=self._group)
-        for x, part in zip(theirs, out.split(sizes), strict=True):
-            x.copy_(part)
-
-
-class _Posted(Pending):
-    def __init__(
-        self, works: list[dist.Work], sends: list[Tensor], finish: Callable[[], list[Tensor]]
-    ) -> None:
-        self._works = works
-        self._sends = sends
-        self._finish = finish
-
-    def wait(self) -> list[Tensor]:
-        _wait(self._works)
-        self._sends = []
-        return self._finish()
-
-
-def _wait(works: Iterable[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _default_device() -> torch.device:
@@ -329,12 +191,12 @@ def _default_device() -> torch.device:
 
 
 def _acquire(
-    key: tuple[Partition, str], world: dist.ProcessGroup, rank: int, *, covers_world: bool
+    key: _Key, world: dist.ProcessGroup, rank: int, *, covers_world: bool
 ) -> dist.ProcessGroup:
     _forget_dead_groups()
     entry = _groups.get(key)
     if entry is None:
-        partition, backend = key
+        partition, backend, _ = key
         mine = None
         for ranks in partition:
             # Ranks outside the mesh do not take part, so the members must meet alone there.
@@ -358,7 +220,7 @@ def _pin(group: dist.ProcessGroup) -> None:
             entry.users += 1
 
 
-def _release(key: tuple[Partition, str]) -> None:
+def _release(key: _Key) -> None:
     _forget_dead_groups()
     entry = _groups.get(key)
     if entry is None:

@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from seqcomp.diagnostics import PlanError
+from seqcomp.runtime.comm import RankContext
+from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import plans
 from tests.fixtures.models import M0, build, inputs
 from tests.fixtures.parity import Call, Case, check_parity, check_refused
@@ -112,3 +115,40 @@ def ids_alone(spec: Any) -> dict[str, Tensor]:
 def test_programs_in_another_order_are_refused_and_say_what_to_set(pools: Pools) -> None:
     case = Case(PLANS[0], build=in_any_order, make_inputs=ids_alone)
     assert check_refused(pools, case, "program", "PYTHONHASHSEED=0") == ("SC504",)
+
+
+def other_tokens(plan: Any, *, checks: str = "call") -> list[tuple[tuple[str, ...], str]]:
+    """What each rank says when rank 3 has another token; then all have the same, which works."""
+
+    def step(model: nn.Module, context: RankContext, _: dict[str, Any]) -> Any:
+        batch = inputs()
+        if context.rank == 3:
+            batch["input_ids"][1, 5] += 1
+        seen: tuple[tuple[str, ...], str] = (), ""
+        try:
+            model(**batch)
+        except PlanError as error:
+            seen = tuple(d.code for d in error.diagnostics), str(error)
+        model(**inputs())["loss"].backward()
+        return seen
+
+    return lockstep(build, {**plan, "checks": checks}, step)
+
+
+def test_other_tokens_on_one_rank_are_found_in_the_first_step() -> None:
+    for plan in PLANS:
+        seen = other_tokens(plan)
+        assert seen == [seen[0]] * 4
+        codes, text = seen[0]
+        assert codes == ("SC504",)
+        assert "input_ids" in text
+        assert "ranks [0, 1, 2]" in text
+        assert "ranks [3]" in text
+        assert "labels" not in text
+    # Ranks 2 and 3 are a group of their own here, and slices of the batch may differ.
+    codes, text = other_tokens(plans.with_data(plans.ulysses(2), 2))[0]
+    assert codes == ("SC504",)
+    assert "ranks [2]" in text
+    assert "[0" not in text
+    # The control: nothing else sees it.
+    assert other_tokens(PLANS[0], checks="off") == [((), "")] * 4
