@@ -22,8 +22,19 @@ from seqcomp.runtime.comm import Communicator
 def counted_together(
     counters: Sequence[Tensor], comm: Communicator | None, label: str
 ) -> Iterator[None]:
-    """What is added to `counters` in here is the sum of what every rank of `comm` adds."""
+    """What is added to `counters` in here is the sum of what every rank of `comm` adds.
+
+    Nothing is added when a backward runs code again (checkpoints): it has been counted before.
+    """
     before = [counter.clone() for counter in counters]
+    if torch._C._current_graph_task_id() != -1:
+        try:
+            yield
+        finally:  # what is run again ends by an exception where nothing more is needed
+            with torch.no_grad():
+                for counter, start in zip(counters, before, strict=True):
+                    counter.copy_(start)
+        return
     yield
     if comm is None:
         return

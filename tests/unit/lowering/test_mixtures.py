@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import seqcomp
 from seqcomp.diagnostics import PlanError
@@ -110,6 +111,23 @@ def test_every_rank_has_the_count_of_all_tokens(plan: plans.Plan) -> None:
         assert told
         assert "SC409" in codes
         assert "SC401" not in codes
+
+
+def test_what_a_checkpoint_runs_again_is_counted_once() -> None:
+    want = made()
+    want(**batch())
+
+    def step(model: nn.Module, context: RankContext, local: dict[str, Tensor]) -> Tensor:
+        model(**local)
+        model.moe.tokens_per_expert_E.zero_()
+        seen = []
+        model.moe.router.register_forward_hook(lambda *_: seen.append(1))
+        checkpoint(model, local["input_ids"], use_reentrant=False).backward()
+        assert len(seen) == 2
+        return model.moe.tokens_per_expert_E
+
+    for found in lockstep(made, plans.ring(2), step, inputs=batch()):
+        torch.testing.assert_close(found, want.moe.tokens_per_expert_E, rtol=0, atol=0)
 
 
 def test_training_is_that_of_one_device() -> None:
