@@ -33,6 +33,8 @@ from tests.fixtures.pool import Pools
 PLANS = {
     "ring": plans.ring(4, "zigzag"),
     "megatron": plans.with_tensor(plans.ring(2, "zigzag"), 2),
+    "sharded": plans.with_fsdp(plans.usp(2, 2, "zigzag")),
+    "both": plans.with_fsdp(plans.with_tensor(plans.ring(2, "zigzag"), 2)),
 }
 SAVED, END = 4, 6
 
