@@ -93,8 +93,8 @@ class Division:
                     where=self._where,
                     found=f"{len(blank)} parameters on meta, the first {blank[0]}",
                     legal="parameters and buffers with values",
-                    help="model.to_empty(device=...), then the model's own initialisation or "
-                    "torch.distributed.checkpoint; buffers too",
+                    help="seqcomp.training.materialise.materialise(model, device), or "
+                    "model.to_empty(device=...) and a checkpoint; buffers too",
                 )
             ]
         )

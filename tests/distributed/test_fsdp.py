@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import seqcomp
+from seqcomp.training.materialise import materialise
 from tests.fixtures import plans
 from tests.fixtures.compare import whole
 from tests.fixtures.lockstep import counted, reported
@@ -289,3 +290,35 @@ def several_dtypes(rank: int, world: int) -> str:
 def test_several_dtypes_in_a_block_are_refused(pools: Pools) -> None:
     texts = Counter(pools.run(2, several_dtypes))
     assert len(texts) == 1
+
+
+def initialised(rank: int, world: int, plan: plans.Plan) -> None:
+    """Built on meta, divided, then initialised: the weights that one process draws."""
+    models = []
+    for _ in range(2):
+        with torch.device("meta"), default_dtype(torch.float64):
+            models.append(Decoder(UNEVEN))
+    alone, model = models
+    seqcomp.parallelize(model, plan=plan, example_inputs=inputs(UNEVEN))
+    for part in models:
+        materialise(part, seed=3, init=draw)
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(whole(p.detach()), q), name
+    given = inputs(UNEVEN)
+    loss = model(**given)["loss"]
+    torch.testing.assert_close(loss, alone(**given)["loss"], rtol=1e-9, atol=0)
+    seqcomp.of(model).close()
+
+
+def draw(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.normal_()
+    for name, buffer in module.named_buffers(recurse=False):
+        assert name == "inv_freq"
+        buffer.copy_(torch.arange(1.0, len(buffer) + 1))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan", [MEGATRON, HSDP], ids=plans.name)
+def test_initialised_on_meta(pools: Pools, plan: plans.Plan) -> None:
+    pools.run(ranks_of(plan), initialised, plan)
