@@ -23,8 +23,8 @@ from seqcomp.runtime.comm import Communicator
 from seqcomp.runtime.traffic import Phase
 
 
-class CountedAllGather(AllGather):
-    """Gathers the shards of one unit's parameters; on the CPU by messages between pairs."""
+class _Counted:
+    """Over the communicator of this rank, counted under a label."""
 
     def __init__(self, comm: Communicator, label: str) -> None:
         self._comm = comm
@@ -32,6 +32,10 @@ class CountedAllGather(AllGather):
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountedAllGather(_Counted, AllGather):
+    """Gathers the shards of one unit's parameters; on the CPU by messages between pairs."""
 
     def __call__(
         self,
@@ -50,15 +54,8 @@ class CountedAllGather(AllGather):
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class CountedReduceScatter(ReduceScatter):
+class CountedReduceScatter(_Counted, ReduceScatter):
     """Sums the gradients of one unit's parameters into shards."""
-
-    def __init__(self, comm: Communicator, label: str) -> None:
-        self._comm = comm
-        self._label = label
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -82,12 +79,8 @@ class CountedReduceScatter(ReduceScatter):
         )
 
 
-class CountedAllReduce:
+class CountedAllReduce(_Counted):
     """Counts the sum of shards over the ranks that replicate them (HSDP); called after it."""
-
-    def __init__(self, comm: Communicator, label: str) -> None:
-        self._comm = comm
-        self._label = label
 
     def __call__(self, reduced: Tensor) -> None:
         sent = 2 * (self._comm.size - 1) * _nbytes(reduced) // self._comm.size
