@@ -94,6 +94,8 @@ def observe_rank(
         model,
         outputs,
         lambda name, x: share.of(projection(shapes[name], order.index(name)), tuple(x.shape)),
+        # Contributions that the plan averages: what is compared are their sums.
+        times=data[1] if compiled.resolved.gradients == "mean" else 1,
     )
     return RankObservation(
         rank=rank,
@@ -132,11 +134,7 @@ def objective_of(outputs: Mapping[str, Any], weights: Weights) -> Tensor:
 
     Raises PlanError SC024 where no output has a gradient.
     """
-    floating = {
-        name: x
-        for name, x in outputs.items()
-        if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
-    }
+    floating = _floating(outputs)
     if not floating:
         raise PlanError(
             diagnostic(
@@ -147,11 +145,18 @@ def objective_of(outputs: Mapping[str, Any], weights: Weights) -> Tensor:
                 help="return the loss or the logits, with parameters that require gradients",
             )
         )
-    scalars = [x.double() for x in floating.values() if x.dim() == 0]
-    terms = scalars or [
+    terms = [x.double() for x in floating.values() if x.dim() == 0] or [
         (x.double() * weights(name, x).to(x.device)).sum() for name, x in floating.items()
     ]
     return torch.stack(terms).sum()
+
+
+def _floating(outputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {
+        name: x
+        for name, x in outputs.items()
+        if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
+    }
 
 
 def projection(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -160,10 +165,14 @@ def projection(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def _differentiated(model: nn.Module, outputs: Mapping[str, Any], weights: Weights) -> Observation:
+def _differentiated(
+    model: nn.Module, outputs: Mapping[str, Any], weights: Weights, *, times: int = 1
+) -> Observation:
+    """times: factor of a projection's gradients."""
     model.zero_grad(set_to_none=True)
     objective = objective_of(outputs, weights)
-    objective.backward()
+    projected = all(x.dim() for x in _floating(outputs).values())
+    (objective * times if projected else objective).backward()
     return Observation(
         outputs={
             name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in outputs.items()

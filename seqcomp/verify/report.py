@@ -46,6 +46,7 @@ class VerifyReport:
     output_rel: the worst output, in max norm. max_grad_rel: the worst parameter, in the 2-norm
     relative to its own gradient; worst_parameter names the one that is furthest beyond (or nearest
     to) its bound. half_precision: errors are held against fp64, up to 1.5 x those of one device.
+    not_shown: parts of the plan that this run says nothing about.
     """
 
     ok: bool
@@ -60,6 +61,7 @@ class VerifyReport:
     precision: str
     problems: tuple[str, ...]
     findings: tuple[str, ...]
+    not_shown: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: `json.dumps` takes it."""
@@ -74,6 +76,7 @@ class VerifyReport:
             f"  gradients  {self.max_grad_rel:.2e}"
             + (f"  ({self.worst_parameter})" if self.worst_parameter else ""),
             *(f"  {text}" for text in self.problems),
+            *(f"  not shown: {text}" for text in self.not_shown),
         ]
         if self.first_divergence is not None:
             lines.append(f"  first divergence: {self.first_divergence}")

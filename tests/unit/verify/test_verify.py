@@ -48,6 +48,22 @@ def test_right_plans_are_equal(plan) -> None:
     assert len(steps) == report.ranks + 2
 
 
+@pytest.mark.parametrize("with_labels", [True, False], ids=["loss", "logits"])
+def test_averaged_gradients_are_compared_as_what_they_are(*, with_labels: bool) -> None:
+    """A loss of the model is never averaged; contributions of data ranks are."""
+    plan = plans.with_data(plans.ring(2), 2)
+    mean = {**plan, "strategies": {**plan["strategies"], "data": {"gradients": "mean"}}}
+    report = seqcomp.verify(build, mean, inputs_fn=partial(inputs, with_labels=with_labels))
+    assert report.ok, str(report)
+
+
+def test_what_ranks_that_are_threads_do_not_show_is_said() -> None:
+    report = seqcomp.verify(build, plans.with_fsdp(plans.ring(2)), inputs_fn=inputs)
+    assert report.ok, str(report)
+    assert "not shown: sharded parameters" in str(report)
+    assert "not shown" not in str(seqcomp.verify(build, plans.ring(2), inputs_fn=inputs))
+
+
 @pytest.mark.parametrize("plan", RIGHT, ids=str)
 def test_every_value_and_cotangent_of_right_plans_agrees(plan) -> None:
     """The search itself reports nothing on right programs, and it has looked at everything."""
