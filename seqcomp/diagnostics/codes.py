@@ -96,6 +96,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Parameters are already sharded there by megatron_sp."),
     ("SC113", "error", "fsdp has no axis to shard over",
      "By default it uses the axes of data, ring and ulysses."),
+    ("SC131", "error", "the trainer's settings do not match the plan",
+     "The trainer decides which rank gets which data, and it must deal as the plan expects."),
     # --- strategies against the model -----------------------------------------------------
     ("SC201", "error", "ulysses: the degree does not divide the query heads",
      "After the all-to-all every rank holds whole heads, so P divides Hq (per tensor rank)."),
