@@ -45,4 +45,5 @@ def test_the_trainer_logs_what_one_process_logs(tmp_path: Path) -> None:
         assert "".join(found) == steps, name  # fsdp went on from the ring's checkpoint
         for step, (loss, norm) in found.items():
             assert loss == pytest.approx(wanted[step][0], rel=2e-6), (name, step)
-            assert norm == pytest.approx(wanted[step][1], rel=2e-5), (name, step)
+            # Equal gradients, but torch sums the squares of sharded ones less exactly.
+            assert norm == pytest.approx(wanted[step][1], rel=2e-4), (name, step)
