@@ -59,10 +59,11 @@ def import_torchtitan() -> None:
         dist.set_timeout = _set_pg_timeout  # type: ignore[attr-defined]
     if torch.accelerator.is_available():
         import torchtitan.tools.utils
+
         return
     module = CpuModule()
     with (
-        mock.patch("torch._utils._get_available_device_type", lambda: "cpu"),
-        mock.patch("torch._utils._get_device_module", lambda kind: module),
+        mock.patch("torch._utils._get_available_device_type", return_value="cpu"),
+        mock.patch("torch._utils._get_device_module", return_value=module),
     ):
         import torchtitan.tools.utils  # noqa: F401

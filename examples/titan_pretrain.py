@@ -98,7 +98,9 @@ def pretrain(
     return with_plan(config, plan)
 
 
-def long_context(plan: str | None, *, checkpoint: str | None = None, **settings: Any) -> Trainer.Config:
+def long_context(
+    plan: str | None, *, checkpoint: str | None = None, **settings: Any
+) -> Trainer.Config:
     """Goes on from the weights of a torchtitan checkpoint with long rows of one text each: one
     row at a time, a small constant learning rate.
     """
@@ -146,7 +148,11 @@ def main() -> None:
     parser.add_argument("--losses", type=Path, help="a file for the losses, one JSON a line")
     parser.add_argument("--out", default="outputs")
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    recipe, plan, losses = RECIPES[given.pop("recipe")], given.pop("plan"), given.pop("losses", None)
+    recipe, plan, losses = (
+        RECIPES[given.pop("recipe")],
+        given.pop("plan"),
+        given.pop("losses", None),
+    )
     save_every = given.pop("save_every", None)
     init_logger()
     if not torch.accelerator.is_available():

@@ -59,7 +59,15 @@ def build_model(lora: bool) -> nn.Module:
     settings = LoraConfig(
         r=4,
         lora_alpha=8,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        target_modules=[
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+        ],
         init_lora_weights="gaussian",
     )
     return get_peft_model(model, settings)
@@ -84,7 +92,9 @@ def arguments(out: str, **changes: Any) -> TrainingArguments:
     return TrainingArguments(**(settings | changes))
 
 
-def build_trainer(plan: str | None, out: str, *, lora: bool, length: int, **changes: Any) -> Trainer:
+def build_trainer(
+    plan: str | None, out: str, *, lora: bool, length: int, **changes: Any
+) -> Trainer:
     """The Trainer, alone or under a plan."""
     model, args, data = build_model(lora), arguments(out, **changes), Lines(32, length)
     if plan is None:

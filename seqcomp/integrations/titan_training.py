@@ -144,11 +144,12 @@ def _mismatches(
     found = []
     for place, wanted in _settings(resolved).items():
         section, _, name = place.partition(".")
-        value = getattr(given[section], name) if name else given[section]
-        if name == "data_parallel_replicate_degree" or name == "enable_sequence_parallel":
+        if name in ("data_parallel_replicate_degree", "enable_sequence_parallel"):
             continue  # only the product counts; only a check
         if name == "data_parallel_shard_degree":
             value = parallel_dims.dp_replicate * parallel_dims.dp_shard
+        else:
+            value = getattr(given[section], name) if name else given[section]
         if value != wanted:
             found.append(_wrong(place, value, wanted))
     compile_config = given["compile"]

@@ -153,7 +153,9 @@ class PlannedTrainer(Trainer):
 
         def once(gathered: Tensor) -> Tensor:
             rows = gathered.view(len(self._slices), -1, *gathered.shape[1:])[first].flatten(0, 1)
-            return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+            return (
+                rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
+            )
 
         return recursively_apply(once, self.accelerator.gather(data))
 
@@ -173,8 +175,10 @@ class PlannedTrainer(Trainer):
     ) -> Any:
         """As ever, without the factor that undoes DDP's average: nothing is averaged."""
         in_model = self._in_model(inputs)
-        adds_up = self._resolved.gradients == "sum"
-        if not in_model and adds_up and self._degree > 1 and num_items_in_batch is None:
+        # An evaluated loss is averaged over ranks by the Trainer.
+        adds_up = self._resolved.gradients == "sum" and torch.is_grad_enabled()
+        a_mean = not in_model and num_items_in_batch is None
+        if a_mean and adds_up and self._degree > 1:
             raise PlanError(
                 diagnostic(
                     "SC131",

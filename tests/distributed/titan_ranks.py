@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from titan_pretrain import pretrain  # noqa: E402
+from titan_pretrain import pretrain
 
 SMALL: dict[str, Any] = {"layers": 2, "seq_len": 32, "steps": 3}
 
