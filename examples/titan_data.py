@@ -68,12 +68,13 @@ class LibraryText(BaseDataLoader):
         self._length, self._rows = seq_len, local_batch_size
         self._packed = config.packed
         self._step = 0
-        ids: list[int] = []
+        parts: list[Tensor] = []
         for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-            ids += [*tokenizer.encode(path.read_text(encoding="utf-8", errors="replace")), END]
-            if len(ids) > config.text_bytes:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            parts.append(torch.tensor([*tokenizer.encode(text), END], dtype=torch.int32))
+            if sum(map(len, parts)) > config.text_bytes:
                 break
-        self._ids = torch.tensor(ids)
+        self._ids = torch.cat(parts)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         while True:
@@ -86,7 +87,7 @@ class LibraryText(BaseDataLoader):
 
     def _row(self, number: int) -> Tensor:
         start = number * self._length % (len(self._ids) - self._length - 1)
-        return self._ids[start : start + self._length + 1]
+        return self._ids[start : start + self._length + 1].long()
 
     def _positions(self, inputs: Tensor) -> Tensor:
         """[B, S]: counted from the beginning of the row, or of the document."""
