@@ -103,6 +103,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
     ("SC118", "error", "memory.loss_chunks finds no loss that it can cut",
      ("The chunked loss replaces a linear head and the cross-entropy of its logits, of which "
       "nothing else in the call, and no output, may make use.")),
+    ("SC131", "error", "the trainer's settings do not match the plan",
+     "The trainer decides which rank gets which data, and it must deal as the plan expects."),
     # --- strategies against the model -----------------------------------------------------
     ("SC201", "error", "ulysses: the degree does not divide the query heads",
      "After the all-to-all every rank holds whole heads, so P divides Hq (per tensor rank)."),

@@ -16,10 +16,13 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.integrations.titan_training import parallelize_fn, with_plan
 from seqcomp.plan.nearest import nearest
 
 if TYPE_CHECKING:
     from torch import nn
+
+__all__ = ["build_titan", "parallelize_fn", "with_plan"]
 
 # Models whose attention is plainly causal. The SDPA module ignores what others hand to their
 # attention (windows, sinks), so that building them on it would give another model.

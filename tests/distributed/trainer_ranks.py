@@ -1,0 +1,74 @@
+"""What the ranks of `test_trainer` run: `trainer_ranks.py FOLDER alone|plans`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from trainer_finetune import build_trainer
+
+SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.5, "length": 32}
+
+EVALUATED = ("full", "full.ring", "full.data", "full.own")
+
+
+def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The model's own loss, computed on its logits."""
+    logits = outputs.logits[:, :-1].float().flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return loss / (
+        (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    )
+
+
+def run(folder: Path, name: str, plan: Any, *, lora: bool = False, **changes: Any) -> Any:
+    """Trains; rank 0 leaves the log, the evaluation and the weights in `folder`."""
+    own_loss, resume = changes.pop("own_loss", False), changes.pop("resume", None)
+    trainer = build_trainer(plan, str(folder / name), lora=lora, **(SETTINGS | changes))
+    if own_loss:
+        trainer.compute_loss_func = summed
+    trainer.train(resume_from_checkpoint=resume)
+    seen = {"log": trainer.state.log_history}
+    if name in EVALUATED:
+        seen["eval"] = trainer.evaluate()["eval_loss"]
+    whole = {
+        key: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for key, value in trainer.model.state_dict().items()
+    }
+    trainer.save_model(str(folder / f"{name}.saved"))
+    if trainer.is_world_process_zero():
+        (folder / f"{name}.json").write_text(json.dumps(seen))
+        torch.save({key: value.clone() for key, value in whole.items()}, folder / f"{name}.pt")
+    return trainer
+
+
+def main() -> None:
+    """The Trainer alone, or under every plan on the two ranks of one launch."""
+    folder, alone = Path(sys.argv[1]), sys.argv[2] == "alone"
+    torch.set_num_threads(1)
+    if alone:
+        run(folder, "full", None)
+        run(folder, "lora", None, lora=True)
+        return
+    run(folder, "lora.ulysses", "ulysses_2", lora=True)
+    run(folder, "full.ring", "ring_2", save_strategy="steps", save_steps=2)
+    run(folder, "full.resumed", "ring_2", resume=str(folder / "full.ring" / "checkpoint-2"))
+    halves = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 4}
+    run(folder, "full.data", "data_2", **halves)
+    run(folder, "full.own", "data_2", own_loss=True, **halves)
+    mean = {"mesh": {"data": 2}, "strategies": {"data": {"gradients": "mean"}}}
+    run(folder, "full.mean", mean, own_loss=True, **halves)
+    run(folder, "full.fsdp", "ring_2+fsdp")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
