@@ -233,8 +233,9 @@ def _example_call(model: nn.Module, resolved: ResolvedPlan, training: Any) -> di
         return None
     factor = resolved.layout_for(None, True).factor
     length = min(training.seq_len, factor * max(2, _EXAMPLE // factor))
-    tokens = torch.zeros(training.local_batch_size, length, dtype=torch.long)
-    positions = torch.arange(length).expand_as(tokens).contiguous()
+    device = next(model.parameters()).device
+    tokens = torch.zeros(training.local_batch_size, length, dtype=torch.long, device=device)
+    positions = torch.arange(length, device=device).expand_as(tokens).contiguous()
     call = {"tokens": tokens, "positions": positions}
     if any(isinstance(part, FlexAttention) for part in model.modules()):
         masks: Any = model.get_attention_masks

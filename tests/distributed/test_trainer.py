@@ -60,7 +60,8 @@ def test_training_is_what_the_trainer_does_alone(tmp_path: Path) -> None:
             assert values[0] == pytest.approx(wanted[step][0], rel=5e-6), (name, step)
         # The Trainer evaluates means over batches, of one rank where the loss is not the model's.
         near = 1e-4 if name == "full.own" else 1e-6
-        assert seen.get("eval", want.get("eval")) == pytest.approx(want.get("eval"), rel=near), name
+        if "eval" in seen:
+            assert seen["eval"] == pytest.approx(want["eval"], rel=near), name
 
         weights = torch.load(tmp_path / f"{name.partition('.')[0]}.pt")
         trained = torch.load(tmp_path / f"{name}.pt")
