@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from seqcomp.runtime.comm import Communicator
 from seqcomp.runtime.traffic import Phase
 
-
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 """Attributes by which `fully_shard` marks modules for dynamo."""
 
