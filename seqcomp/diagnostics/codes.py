@@ -133,6 +133,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Only what has a rule for padded tokens runs on them."),
     ("SC213", "error", "fsdp cannot shard a block of several dtypes",
      "The trained parameters of a block are gathered and summed as one, in one dtype."),
+    ("SC214", "error", "fsdp cannot shard a parameter without dims",
+     "FSDP2 cuts a dim of every parameter, and a single number has none."),
     # --- capture --------------------------------------------------------------------------
     ("SC301", "error", "the model cannot be captured",
      "torch.export could not turn the model's forward into one graph."),

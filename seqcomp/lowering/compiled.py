@@ -165,6 +165,8 @@ class CompiledModule:
             self._division.abandon_call()
             raise
         leaves = run(self._module, *call.leaves, *self._dropout_keys(program))
+        if not torch.is_grad_enabled():
+            self._division.leave_call()
         return pytree.tree_unflatten(list(leaves), program.out_spec)
 
     def _dropout_keys(self, program: Program) -> tuple[Tensor, ...]:

@@ -69,6 +69,11 @@ class Division:
             assert program.units is not None
             self._shards.apply(program.units, program.cuts)
 
+    def leave_call(self) -> None:
+        """At the end of a call without gradients: FSDP would keep some parameters whole."""
+        if self._shards is not None:
+            self._shards.leave()
+
     def abandon_call(self) -> None:
         """After a call that was refused: FSDP's hooks began one."""
         if self._shards is not None:

@@ -31,7 +31,9 @@ from seqcomp.runtime.fsdp import (
     CountedAllReduce,
     CountedReduceScatter,
     as_plain,
+    gather_anew,
     release,
+    shard_again,
 )
 
 PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType(
@@ -123,22 +125,30 @@ class ShardedParameters:
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and self._dtype is None:
                 kinds.setdefault(owner(name, units), set()).add(parameter.dtype)
-        mixed = {unit: found for unit, found in kinds.items() if len(found) > 1}
-        if not mixed:
-            return None
-        return PlanError(
-            [
-                diagnostic(
-                    "SC213",
-                    where=unit or type(self._module).__name__,
-                    found=f"parameters of {', '.join(sorted(str(d)[6:] for d in found))}",
-                    legal="one dtype for the trained parameters of a block",
-                    help="model.float() with fsdp: {mixed_precision: bf16}, or freeze those of "
-                    "the other dtype",
-                )
-                for unit, found in mixed.items()
-            ]
-        )
+        found = [
+            diagnostic(
+                "SC213",
+                where=unit or type(self._module).__name__,
+                found=f"parameters of {', '.join(sorted(str(d)[6:] for d in dtypes))}",
+                legal="one dtype for the trained parameters of a block",
+                help="model.float() with fsdp: {mixed_precision: bf16}, or freeze those of "
+                "the other dtype",
+            )
+            for unit, dtypes in kinds.items()
+            if len(dtypes) > 1
+        ]
+        found += [
+            diagnostic(
+                "SC214",
+                where=name,
+                found="a parameter of shape []",
+                legal="parameters of one dim or more",
+                help="make it a parameter of shape [1], or a buffer where it is not trained",
+            )
+            for name, parameter in self._module.named_parameters()
+            if parameter.dim() == 0
+        ]
+        return PlanError(found) if found else None
 
     def apply(self, units: Sequence[str], cuts: Mapping[str, Cut]) -> None:
         """Shards the parameters: each unit by itself, the rest with the root."""
@@ -172,6 +182,8 @@ class ShardedParameters:
                 else OffloadPolicy(),
             )
             self._count(part, path)
+        assert isinstance(self._module, FSDPModule)
+        gather_anew(self._module)
 
     def _precision(self, part: nn.Module, *, is_root: bool) -> MixedPrecisionPolicy:
         narrow = any(p.dtype.itemsize < 4 for p in part.parameters() if p.is_floating_point())
@@ -228,6 +240,11 @@ class ShardedParameters:
         """After a call that was refused: FSDP forgets that it began."""
         if isinstance(self._module, FSDPModule):
             self._module.reset_iter_state()
+
+    def leave(self) -> None:
+        """At the end of a call without a backward: what users find are shards with gradients."""
+        if self.units is not None:
+            shard_again(self._parts())
 
     def restore(self) -> None:
         """Gives the modules whole parameters again. Collective over the axes of FSDP."""

@@ -17,10 +17,14 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from seqcomp.runtime.comm import Communicator
 from seqcomp.runtime.traffic import Phase
+
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+"""Attributes by which `fully_shard` marks modules for dynamo."""
 
 
 class _Counted:
@@ -95,6 +99,32 @@ def _nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
+def shard_again(parts: Sequence[FSDPModule]) -> None:
+    """Frees what is whole and not in use. A backward that still wants it gathers it again."""
+    for part in parts:
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            group._to_sharded()
+
+
+def gather_anew(root: FSDPModule) -> None:
+    """Calls of `root` begin without parameters that an earlier call left whole.
+
+    They are as they were then: a call without a backward leaves those of the root, and weights
+    may have changed since.
+    """
+    module: Any = root
+    state = module._get_fsdp_state()
+    key = state._pre_forward_hook_handle.id
+    gather = module._forward_pre_hooks[key]
+
+    def hook(*call: Any) -> Any:
+        if state._training_state == TrainingState.IDLE:
+            shard_again([part for part in module.modules() if isinstance(part, FSDPModule)])
+        return gather(*call)
+
+    module._forward_pre_hooks[key] = hook
+
+
 @contextlib.contextmanager
 def as_plain(parts: Sequence[FSDPModule]) -> Iterator[None]:
     """The modules with their own class and without FSDP's hooks, whatever their parameters."""
@@ -139,6 +169,9 @@ def release(part: FSDPModule, comm: Communicator, device: torch.device) -> None:
     _module_state_mapping.pop(module, None)
     for key in (STATE_KEY, REGISTRY_KEY):
         vars(module).pop(key, None)
+    for managed in module.modules():
+        for key in _MARKS:
+            vars(managed).pop(key, None)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,6 +169,7 @@ def test_memory_and_bytes_are_divided(pools: Pools, plan: plans.Plan, ways: int)
 def lives(rank: int, world: int) -> None:
     original, model = build(UNEVEN), compiled(UNEVEN, plans.with_fsdp(plans.ring(2)))
     kinds = {name: type(part) for name, part in original.named_modules()}
+    own = {name: set(vars(part)) for name, part in original.named_modules()}
     with pytest.raises(seqcomp.PlanError, match="length"):
         model(**inputs(UNEVEN, seq=15))
     # A refused call leaves the module as it was; a new kind of call is compiled when sharded.
@@ -183,6 +185,7 @@ def lives(rank: int, world: int) -> None:
     assert sum(isinstance(part, FSDPModule) for part in model.modules()) == 3
     seqcomp.of(model).close()
     assert {name: type(part) for name, part in model.named_modules()} == kinds
+    assert {name: set(vars(part)) for name, part in model.named_modules()} == own
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())
     for (name, p), q in zip(model.named_parameters(), original.parameters(), strict=True):
         assert type(p) is nn.Parameter
@@ -194,6 +197,45 @@ def lives(rank: int, world: int) -> None:
     again = model(**inputs(UNEVEN))["loss"]
     torch.testing.assert_close(again, original(**inputs(UNEVEN))["loss"], rtol=1e-9, atol=0)
     seqcomp.of(model).close()
+
+
+def between(rank: int, world: int, **options: Any) -> None:
+    """Calls without a backward, wherever they come, leave nothing whole and nothing stale."""
+    plan = plans.with_fsdp(plans.ring(2), **options)
+    both = build(UNEVEN), compiled(UNEVEN, plan)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in both]
+
+    def look() -> None:
+        """A call without gradients before each of two backwards, and after both."""
+        losses = [part(**inputs(UNEVEN))["loss"] for part in both]
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                want, got = (part.eval()(**inputs(UNEVEN, seq=8))["loss"] for part in both)
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
+            for loss, part in zip(losses, both, strict=True):
+                part.train()
+                loss.backward(retain_graph=True)
+        with torch.no_grad():
+            both[1](**inputs(UNEVEN))
+
+    for _ in range(2):
+        look()
+        want, got = (nn.utils.clip_grad_norm_(part.parameters(), 0.1) for part in both)
+        torch.testing.assert_close(whole(got), want, rtol=1e-9, atol=0)
+        for (name, p), q in zip(both[1].named_parameters(), both[0].parameters(), strict=True):
+            assert isinstance(p, DTensor), name
+            torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-9, atol=1e-11, msg=name)
+        both[1](**inputs(UNEVEN))  # with gradients, which nobody wants
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    want, got = (part(**inputs(UNEVEN))["loss"] for part in both)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=0)
+    seqcomp.of(both[1]).close()
+
+
+def between_unsharded(rank: int, world: int) -> None:
+    between(rank, world, reshard=False)
 
 
 def frozen(rank: int, world: int) -> None:
@@ -270,26 +312,37 @@ def narrow(rank: int, world: int) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("what", [lives, frozen, from_meta, narrow], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "what", [lives, between, between_unsharded, frozen, from_meta, narrow], ids=lambda f: f.__name__
+)
 def test_life(pools: Pools, what: Any) -> None:
     pools.run(2, what)
 
 
-def several_dtypes(rank: int, world: int) -> str:
-    model = build(M0, dtype=torch.float32)
+def several_dtypes(model: nn.Module) -> tuple[str, str]:
     model.layers[1].n1.double()
+    return "SC213", "layers.1"
+
+
+def without_dims(model: nn.Module) -> tuple[str, str]:
+    model.layers[1].gain = nn.Parameter(torch.tensor(1.0))
+    return "SC214", "layers.1.gain"
+
+
+def refused(rank: int, world: int, spoil: Callable[[nn.Module], tuple[str, str]]) -> str:
+    model = build(M0, dtype=torch.float32)
+    want = spoil(model)
     with pytest.raises(seqcomp.PlanError) as caught:
         seqcomp.parallelize(model, plan=plans.with_fsdp(plans.ring(2)), example_inputs=inputs(M0))
-    assert not isinstance(model, FSDPModule)
-    assert caught.value.diagnostics[0].code == "SC213"
-    assert caught.value.diagnostics[0].where == "layers.1"
+    assert not any(isinstance(part, FSDPModule) for part in model.modules())
+    assert [(d.code, d.where) for d in caught.value.diagnostics] == [want]
     return str(caught.value)
 
 
 @pytest.mark.distributed
-def test_several_dtypes_in_a_block_are_refused(pools: Pools) -> None:
-    texts = Counter(pools.run(2, several_dtypes))
-    assert len(texts) == 1
+@pytest.mark.parametrize("spoil", [several_dtypes, without_dims], ids=lambda f: f.__name__)
+def test_what_cannot_be_sharded_is_refused(pools: Pools, spoil: Any) -> None:
+    assert len(Counter(pools.run(2, refused, spoil))) == 1
 
 
 def initialised(rank: int, world: int, plan: plans.Plan) -> None:
