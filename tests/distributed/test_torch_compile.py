@@ -100,4 +100,3 @@ def test_blocks_are_one_graph_and_gradients_are_those_of_the_uncompiled(pools: P
             if whole is not None:  # what agrees and captures stands between graphs
                 assert whole.graphs[0] >= 1
                 assert all(ASIDE in reason for reason in whole.breaks)
-

@@ -67,8 +67,15 @@ class Traceable:
     gradients of objects, is run aside and breaks the graph.
     """
 
-    def __init__(self, rank: RankBinding) -> None:
+    def __init__(self, rank: RankBinding, program: torch.fx.Graph) -> None:
         self._rank = rank
+        # Objects that something else takes too must be there themselves.
+        self._bare = {
+            node.target
+            for node in program.nodes
+            if isinstance(node.target, _HOLD)
+            and not all(type(user.target) in _HELD for user in node.users)
+        }
         self._likes: dict[tuple[str, Op], str] = {}
 
     def __call__(self, op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +83,7 @@ class Traceable:
         if isinstance(op, _READ):
             return run
         held = _HELD.get(type(op), frozenset())
-        if isinstance(op, _HOLD):
+        if isinstance(op, _HOLD) and op not in self._bare:
             return Opaque(run, "", None, held, measures=isinstance(op, Remember))
         shape = shape_of(op, self._rank)
         if shape is None:
@@ -86,8 +93,9 @@ class Traceable:
 
     def _like(self, op: Op) -> str:
         """The same for operations whose results have the same shapes."""
-        anonymous = dataclasses.replace(op, label="") if hasattr(op, "label") else op  # type: ignore[type-var]
-        key = (type(op).__name__, anonymous)
+        own = {"label": "", "number": 0}
+        own = {name: value for name, value in own.items() if hasattr(op, name)}
+        key = (type(op).__name__, dataclasses.replace(op, **own))  # type: ignore[type-var]
         return self._likes.setdefault(key, f"{type(op).__name__}{next(_COUNT)}")
 
 
