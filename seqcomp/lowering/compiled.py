@@ -155,6 +155,18 @@ class CompiledModule:
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs the module on this rank. Raises PlanError alike on all ranks."""
+        run, leaves, out_spec = self._ready(args, kwargs)
+        results = list(run(self._module, *leaves))
+        if self._division.is_sharded and not torch.is_grad_enabled():
+            self._division.leave_call()
+        return pytree.tree_unflatten(results, out_spec)
+
+    # Ranks talk here, and capture: nothing for a compiler to see.
+    @torch.compiler.disable
+    def _ready(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], pytree.TreeSpec]:
+        """The function of a call, its arguments, and how its results are arranged."""
         try:
             program, run, call = self._find(args, kwargs)
             raise_for_errors(program.unmet)
@@ -164,10 +176,7 @@ class CompiledModule:
         except PlanError:
             self._division.abandon_call()
             raise
-        leaves = run(self._module, *call.leaves, *self._dropout_keys(program))
-        if not torch.is_grad_enabled():
-            self._division.leave_call()
-        return pytree.tree_unflatten(list(leaves), program.out_spec)
+        return run, (*call.leaves, *self._dropout_keys(program)), program.out_spec
 
     def _dropout_keys(self, program: Program) -> tuple[Tensor, ...]:
         """The keys of one call, where it has dropout: of a seed that all ranks share."""

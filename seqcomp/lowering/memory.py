@@ -30,8 +30,8 @@ class Rerun:
 
 def checkpoints(
     module: torch.nn.Module, calls: Sequence[Call], memory: Memory, *, grad: bool
-) -> tuple[dict[str, Rerun], list[Diagnostic]]:
-    """How the calls of the module's blocks run, by token, and what there is to say about it.
+) -> tuple[dict[tuple[str, str], Rerun], list[Diagnostic]]:
+    """How the calls of the module's blocks run, by path and token, and what to say about it.
 
     Raises PlanError SC116 where the module has no blocks that can run again.
     """
@@ -41,7 +41,7 @@ def checkpoints(
     if not blocks:
         raise PlanError([_no_blocks(module)])
     found = {
-        call.token: Rerun(call.path, _how(call.nodes, memory), call.nodes)
+        (call.path, call.token): Rerun(call.path, _how(call.nodes, memory), call.nodes)
         for call in calls
         if call.path in blocks
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +48,7 @@ class Program:
     cuts: Mapping[str, Cut]
     grad: bool  # lowered with gradients on
     aliases: Mapping[str, Sequence[str]]  # all names of each tensor that has several
-    checkpoints: Mapping[str, Rerun]  # by token of the calls that run again in backward
+    checkpoints: Mapping[tuple[str, str], Rerun]  # by path and token of calls that run again
     units: tuple[str, ...] | None = None  # modules that may be sharded by themselves (fsdp)
     unmet: tuple[Diagnostic, ...] = ()  # why it may be compiled, but not called
     kept: Snapshot | None = None  # the global graph, where the verifier asked for it
@@ -91,29 +92,49 @@ def install(program: Program, module: torch.nn.Module, rank: ops.RankBinding) ->
     one that runs a piece when called with a piece's token, and the original otherwise.
     """
     bound: dict[ops.Op, Callable[..., Any]] = {}
+    traceable = ops.Traceable(rank, program.flat)
+    keeps = any(rerun.how.keeps for rerun in program.checkpoints.values())
 
-    def bind(item: Any) -> Any:
-        if not isinstance(item, ops.Op):
-            return item
-        if item not in bound:
-            run = item.bind(rank)
-            keeps = any(rerun.how.keeps for rerun in program.checkpoints.values())
-            bound[item] = rank.recompute.exchange(run) if keeps and isinstance(item, KEPT) else run
-        return bound[item]
+    def bind(op: ops.Op) -> Callable[..., Any]:
+        if op not in bound:
+            run = op.bind(rank)
+            run = rank.recompute.exchange(run) if keeps and isinstance(op, KEPT) else run
+            bound[op] = traceable(op, run)
+        return bound[op]
 
-    functions = {}
+    made = Forwards()
+    root: Callable[..., Any] | None = None
     for piece in program.pieces:
-        names = {name: bind(item) for name, item in piece.names.items()}
-        exec(compile(piece.code, f"<seqcomp {piece.token}>", "exec"), names)
-        forward = names["forward"]
-        rerun = program.checkpoints.get(piece.token)
+        forward = made.get(piece, bind)
+        rerun = program.checkpoints.get((piece.path, piece.token))
         if rerun is not None:
             forward = rank.recompute.checkpointed(forward, rerun.how, piece.weights)
-        functions[piece.token] = forward
         if piece.path:
             _slot(module.get_submodule(piece.path))[piece.token] = forward
-    root: Callable[..., Any] = functions[program.root.token]
+        if piece is program.root:
+            root = forward
+    assert root is not None
     return root
+
+
+class Forwards:
+    """Functions of pieces. Pieces of the same code share one code object, so that a compiler that
+    knows it for one layer knows it for all: what differs between them is bound to names in it."""
+
+    def __init__(self) -> None:
+        self._makers: dict[tuple[object, ...], Callable[..., Callable[..., Any]]] = {}
+
+    def get(self, piece: Piece, bind: Callable[[ops.Op], Callable[..., Any]]) -> Callable[..., Any]:
+        """The function of `piece`, whose operations `bind` binds."""
+        own = {name: bind(item) for name, item in piece.names.items() if isinstance(item, ops.Op)}
+        shared = {name: item for name, item in piece.names.items() if name not in own}
+        key = (piece.code, *own, *((name, id(item)) for name, item in shared.items()))
+        if key not in self._makers:
+            code = textwrap.indent(piece.code, "    ")
+            text = f"def make({', '.join(own)}):\n{code}\n    return forward\n"
+            exec(compile(text, f"<seqcomp {piece.path or 'root'}>", "exec"), shared)
+            self._makers[key] = shared["make"]
+        return self._makers[key](**own)
 
 
 class Pieces(dict[str, Callable[..., Any]]):
@@ -146,7 +167,9 @@ def _forward(
     piece = vars(self)[_SLOT].get(seqcomp)
     if piece is None:
         # Running the original code on local tensors instead would be silently wrong.
-        raise RuntimeError(f"{seqcomp} was dropped before its backward recomputed it")
+        raise RuntimeError(
+            f"{seqcomp} of a {type(self).__name__} was dropped before its backward recomputed it"
+        )
     return piece(self, *args, *seqcomp_weights)
 
 

@@ -3,13 +3,15 @@
 FSDP, checkpointing and hooks of the caller work on modules, so the lowered program keeps them:
 each submodule's forward computes what its own code computed, on local tensors. Every piece is
 called with a token that says whose program it belongs to; nothing is looked up in a context, so a
-recomputation in backward runs the program that its forward ran.
+recomputation in backward runs the program that its forward ran. Modules that compute the same get
+the same code, to the letter: a compiler then compiles it once.
 """
 
 from __future__ import annotations
 
 import heapq
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +30,9 @@ Key = tuple[str, ...]
 class Piece:
     """The forward of one module call: source code and the objects it names.
 
-    Takes (self, token-free arguments in order) and returns one value or a tuple. The last
-    `weights` arguments are parameters.
+    `token` tells it from other calls of the module at `path`, in this program and in others. Takes
+    (self, token-free arguments in order) and returns one value or a tuple. The last `weights`
+    arguments are parameters.
     """
 
     path: str
@@ -65,6 +68,7 @@ class ScopeBuilder:
         self._program = program
         self._paths: dict[Key, str] = {}
         self._members: dict[Key, list[Node]] = {}
+        self._tokens: dict[Key, str] = {}
         self.pieces: list[Piece] = []
         # For each parameter or buffer, the modules that are being called where it is named.
         self.reads: dict[str, set[frozenset[str]]] = {}
@@ -80,11 +84,10 @@ class ScopeBuilder:
 
     def calls(self) -> list[Call]:
         """The calls of modules that have a piece, once they are built."""
-        tokens = {piece.token for piece in self.pieces}
         return [
-            Call(self._paths[key], self._token(key), tuple(nodes))
+            Call(self._paths[key], self._tokens[key], tuple(nodes))
             for key, nodes in self._members.items()
-            if key and self._token(key) in tokens
+            if key and key in self._tokens
         ]
 
     def _key(self, node: Node) -> Key:
@@ -196,7 +199,9 @@ class ScopeBuilder:
         weights: int = 0,
     ) -> Piece:
         graph = torch.fx.Graph()
-        local: dict[Node, Any] = {node: graph.placeholder(node.name) for node in inputs}
+        # Whoever computes them has names of its own for what modules alike are given.
+        names = [f"x_{i}" if i else "x" for i in range(len(inputs))]
+        local: dict[Node, Any] = dict(zip(inputs, map(graph.placeholder, names), strict=True))
         called = frozenset(self._paths[scope[:depth]] for depth in range(1, len(scope) + 1))
 
         def lookup(node: Node) -> Any:
@@ -211,7 +216,7 @@ class ScopeBuilder:
             if isinstance(item, Node):
                 for operand in item.all_input_nodes:
                     lookup(operand)
-                local[item] = graph.node_copy(item, lookup)
+                local[item] = _copied(graph, item, lookup)
             else:
                 self._child(item, path, placed, graph, local, lookup)
         if isinstance(results, tuple | list):
@@ -225,7 +230,12 @@ class ScopeBuilder:
         return piece
 
     def _token(self, scope: Key) -> str:
-        return f"seqcomp:{self._program}:{'/'.join(scope)}"
+        """Which call of its module this is: nothing that tells alike modules apart."""
+        if scope not in self._tokens:
+            path = self._paths.get(scope, "")
+            number = sum(self._paths.get(other, "") == path for other in self._tokens)
+            self._tokens[scope] = f"seqcomp:{self._program}:{number}"
+        return self._tokens[scope]
 
     def _child(
         self,
@@ -278,6 +288,17 @@ def _is_ours(node: Node) -> bool:
         return True
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, Node) and isinstance(source.target, ops.FillBucket)
+
+
+def _plain(node: Node) -> str:
+    """A node's name without its number in the whole graph; its piece gives it another."""
+    return re.sub(r"(_\d+)+$", "", node.name)
+
+
+def _copied(graph: torch.fx.Graph, node: Node, lookup: Any) -> Node:
+    args = torch.fx.map_arg(node.args, lookup)
+    kwargs = torch.fx.map_arg(node.kwargs, lookup)
+    return graph.create_node(node.op, node.target, args, kwargs, _plain(node), node.type)
 
 
 def _getitem(values: Sequence[Any], index: int) -> Any:

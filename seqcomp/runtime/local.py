@@ -19,6 +19,8 @@ def local_part(x: Tensor) -> Tensor:
     """A DTensor's local tensor, with its gradient; any other tensor as it is."""
     if not isinstance(x, DTensor):
         return x
+    if torch.compiler.is_dynamo_compiling():
+        return x.to_local()  # what compilers know, and what it costs is paid at the trace
     part: Tensor = _LocalPart.apply(x) if x.requires_grad else x._local_tensor
     return part
 

@@ -182,6 +182,8 @@ class Recompute:
     ) -> Callable[..., Any]:
         """`forward(module, *values)` as a region. The last `weights` values are parameters."""
 
+        # A compiler would run the block again by its own rules.
+        @torch.compiler.disable
         def run(module: Any, *values: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(module, *values)

@@ -42,6 +42,7 @@ from seqcomp.lowering.ops.moves import (
     Shard,
     SumGradient,
 )
+from seqcomp.lowering.ops.opaque import Traceable
 
 __all__ = [
     "AllReduce",
@@ -76,6 +77,7 @@ __all__ = [
     "SumGradient",
     "TokenLocal",
     "TokensAt",
+    "Traceable",
     "VocabularyEmbedding",
     "VocabularyLoss",
     "Windowed",
