@@ -177,7 +177,11 @@ def _blank(
 
     held = []
     for part in module.modules():
-        for own, change in ((part._parameters, parameter), (part._buffers, buffer)):
+        kinds: tuple[tuple[Any, Any], ...] = (
+            (part._parameters, parameter),
+            (part._buffers, buffer),
+        )
+        for own, change in kinds:
             held.append((own, dict(own)))
             for name, value in own.items():
                 if value is not None:

@@ -82,7 +82,8 @@ class Report:
             [
                 headline,
                 *([kernel_table(self.kernels)] if self.kernels else []),
-                *([work_table(self.work), CONVENTION] if self.work else []),
+                *([work_table(self.work)] if self.work else []),
+                *([CONVENTION] if self.work else []),
                 *([comm_table(self.comm)] if self.comm else []),
                 *([footprint_table(self.footprint)] if self.footprint else []),
                 *map(memory_line, self.memory),

@@ -144,7 +144,8 @@ def _logits(program: Program, values: Values) -> Iterator[FootprintRow]:
     for node in program.flat.nodes:
         if not isinstance(node.target, ops.ChunkedLoss):
             continue
-        x, _, weight, *_ = (values[n] if isinstance(n, Node) else None for n in node.args)
+        operands: list[Any] = [values[n] if isinstance(n, Node) else n for n in node.args]
+        x, weight = operands[0], operands[2]
         rows = part_size(x.numel() // x.shape[-1], node.target.chunks)
         size = rows * weight.shape[0] * x.element_size()
         note = f"of one chunk: {rows} tokens x {weight.shape[0]}, {_name(x)}"
@@ -166,7 +167,7 @@ def _head(program: Program) -> Node | None:
         if isinstance(n.target, ops.VocabularyLoss)
         or (n.op == "call_function" and op_name(n) == "aten.cross_entropy_loss")
     ]
-    leaves = graph.output_node().args[0]
+    leaves: Any = graph.output_node().args[0]
     starts += [
         leaf
         for name, leaf in zip(program.capture.output_names, leaves, strict=True)
@@ -182,7 +183,7 @@ def _head(program: Program) -> Node | None:
 
 
 def _outputs(program: Program, values: Values) -> Iterator[FootprintRow]:
-    leaves = program.flat.output_node().args[0]
+    leaves: Any = program.flat.output_node().args[0]
     for name, leaf in zip(program.capture.output_names, leaves, strict=True):
         value = values.get(leaf) if isinstance(leaf, Node) else None
         if isinstance(value, Tensor) and value.dim():

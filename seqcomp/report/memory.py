@@ -27,7 +27,9 @@ Values = Mapping[Node, Any]
 Bytes = dict[Any, int]
 """Sizes of storages, by what tells them apart."""
 
-_SAVING = (ops.Attention, ops.ColumnLinear, ops.VocabularyLoss, ops.ChunkedLoss)
+_SAVING = (
+    ops.Attention, ops.ColumnLinear, ops.VocabularyEmbedding, ops.VocabularyLoss, ops.ChunkedLoss,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,11 @@ class _Count:
         match node.target:
             case ops.ColumnLinear():
                 return _storages([_operands(node, self._values)[1]])
+            case ops.VocabularyEmbedding():
+                _, index = _operands(node, self._values)[:2]
+                # Where tokens are among this rank's words, and which are.
+                places = index.numel() * (index.element_size() + value.element_size())
+                return {(node, "places"): places}
             case ops.VocabularyLoss():
                 logits, target = _operands(node, self._values)[:2]
                 wide = max(logits.element_size(), 4)
