@@ -20,7 +20,7 @@ from seqcomp.lowering import ops
 from seqcomp.lowering.memory import KEPT, Rerun
 from seqcomp.lowering.program import Program
 from seqcomp.plan.resolve import ResolvedPlan
-from seqcomp.report.local import Saved
+from seqcomp.report.local import Saved, is_fused
 from seqcomp.runtime.attention.merge import accumulator_dtype
 
 Values = Mapping[Node, Any]
@@ -186,9 +186,9 @@ class _Count:
         """What autograd saves of the forward of `nodes`."""
         found: Bytes = {}
         for node in nodes:
-            if not self._is_fused(node):
+            if not is_fused(node, self._values):
                 found |= _storages(self._saved.get(node, ()))
-            if isinstance(node.target, ops.Op) or self._is_fused(node):
+            if isinstance(node.target, ops.Op) or is_fused(node, self._values):
                 found |= self._by_operation(node)
         return self._new(found)
 
@@ -215,15 +215,7 @@ class _Count:
                 return _of_chunks(node, op, self._values)
             case ops.Attention():
                 return self._attention(node, self._resolved.ulysses_size)
-        return self._attention(node, 1) if self._is_fused(node) else {}
-
-    def _is_fused(self, node: Node) -> bool:
-        """Whole attention on meta, where torch imitates one that writes all scores down."""
-        return (
-            "attention" in node.meta
-            and not isinstance(node.target, ops.Op)
-            and self._values[node].is_meta
-        )
+        return self._attention(node, 1) if is_fused(node, self._values) else {}
 
     def kept_of(self, rerun: Rerun) -> Bytes:
         """The inputs of a call, and what it keeps of its first run."""
@@ -244,7 +236,7 @@ class _Count:
                 found |= _storages([self._values[node]])
             elif "attention" in node.meta:
                 operands = _storages(self._values[x] for x in node.all_input_nodes)
-                fused = self._is_fused(node)
+                fused = is_fused(node, self._values)
                 own = self._attention(node, 1) if fused else _storages(self._saved.get(node, ()))
                 found |= {k: v for k, v in own.items() if k not in operands}
         return self._new(found)
