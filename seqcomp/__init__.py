@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from seqcomp.api import of, parallelize
     from seqcomp.diagnostics import Diagnostic, PlanError
-    from seqcomp.integrations.not_built import explain
+    from seqcomp.integrations.explain import explain
     from seqcomp.integrations.validate import validate
     from seqcomp.plan.load import load_plan
     from seqcomp.plan.schema import Plan
@@ -48,7 +48,7 @@ def _home(name: str) -> str | None:
         case "parallelize" | "of":
             return "seqcomp.api"
         case "explain":
-            return "seqcomp.integrations.not_built"
+            return "seqcomp.integrations.explain"
         case "verify":
             return "seqcomp.verify.run"
     return None

@@ -103,7 +103,8 @@ class Compiled(CompiledModule):
     def report(self) -> Report:
         """What the last call's program does: communication by module, kernels, findings."""
         program, sizes = self.last_program()
-        return build_report(program, sizes.batch, sizes.length, self.resolved, self.context)
+        dtypes = {n: p.dtype for n, p in self._module.named_parameters(remove_duplicate=False)}
+        return build_report(program, sizes.batch, sizes.length, self.resolved, self.context, dtypes)
 
 
 def parallelize(

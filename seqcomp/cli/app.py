@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from seqcomp.cli.explain import explain
 from seqcomp.cli.validate import validate
 from seqcomp.cli.verify import verify
 
@@ -22,6 +23,7 @@ def build_app() -> typer.Typer:
     app.callback()(_options)
     app.command()(validate)
     app.command()(verify)
+    app.command()(explain)
     return app
 
 

@@ -211,7 +211,6 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
     ("SC507", "error", "the parameters have no values yet",
      "A model on meta can be divided, but it must be filled before it is called."),
     # --- not available yet ----------------------------------------------------------------
-    ("SC920", "error", "this function is not available yet", "Part of the interface, not built."),
     ("SC921", "error", "models of this kind are not available here",
      "The library that defines them is not installed, or its support is not built yet."),
 )  # fmt: skip

@@ -58,8 +58,8 @@ def run_validation(
     """``validate`` with its by-products."""
     reading = read_plan(plan)
     found = list(reading.diagnostics)
-    world, bad_world = _count("world_size", world_size)
-    length, bad_length = _count("seq_len", seq_len)
+    world, bad_world = count_of("world_size", world_size)
+    length, bad_length = count_of("seq_len", seq_len)
     found += [*bad_world, *bad_length]
     facts: ModelFacts | None = None
     paths: Iterable[str] | None = None
@@ -82,7 +82,8 @@ def run_validation(
     return Validation(found, reading.plan, cause)
 
 
-def _count(name: str, value: Any) -> tuple[int | None, list[Diagnostic]]:
+def count_of(name: str, value: Any) -> tuple[int | None, list[Diagnostic]]:
+    """`value` where it is a count, and what is wrong with it (SC010) where it is not."""
     if value is None:
         return None, []
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from seqcomp.capture.call import Call, InputDims, bind_call, classify_inputs, signature_of
+from seqcomp.capture.call import Call, InputDims, signature_of
 from seqcomp.capture.facts import makes_cache
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
+from seqcomp.lowering.binding import bound_call
 from seqcomp.lowering.build import Request, build_program, fingerprint
 from seqcomp.lowering.consensus import Consensus, internal_failure
 from seqcomp.lowering.division import Division
@@ -38,7 +39,6 @@ from seqcomp.lowering.variants import (
     Variant,
     describe_call,
     mesh_view,
-    sizes_of,
     variant_of,
 )
 from seqcomp.plan.resolve import ResolvedPlan
@@ -214,24 +214,14 @@ class CompiledModule:
     def _bind(
         self, args: Sequence[Any], kwargs: dict[str, Any], modules: Sequence[torch.nn.Module]
     ) -> tuple[Call, tuple[InputDims | None, ...], CallSizes, Variant]:
-        call = bind_call(
-            self._signature, args, kwargs, where=self._where, stateless=self._stateless
+        call, dims, sizes = bound_call(
+            self._signature,
+            args,
+            kwargs,
+            self._resolved,
+            where=self._where,
+            stateless=self._stateless,
         )
-        dims = classify_inputs(call, self._resolved.input_spec)
-        for name in self._resolved.plan.inputs:
-            if name not in call.names and name not in self._signature.parameters:
-                raise PlanError(
-                    [
-                        diagnostic(
-                            "SC111",
-                            where=f"inputs.{name}",
-                            found=name,
-                            legal=tuple(self._signature.parameters),
-                            help="name an argument of the model's forward",
-                        )
-                    ]
-                )
-        sizes = sizes_of(call, dims)
         if sizes.length not in self._lengths:
             problems = check_plan(self._resolved.plan, seq_len=sizes.length)
             self._lengths[sizes.length] = errors_in(problems)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from seqcomp.diagnostics import Diagnostic
 from seqcomp.lowering.program import Program
 from seqcomp.plan.resolve import ResolvedPlan
+from seqcomp.report.attention import CONVENTION, WorkRow, work_rows
+from seqcomp.report.footprint import FootprintRow, footprint_rows
 from seqcomp.report.local import Saved, local_values
 from seqcomp.report.memory import Again, MemoryRow, memory_rows
-from seqcomp.report.render import as_text, comm_table, kernel_table, memory_line, readable
+from seqcomp.report.render import (
+    as_text,
+    comm_table,
+    footprint_table,
+    kernel_table,
+    memory_line,
+    readable,
+    work_table,
+)
 from seqcomp.report.rows import CommRow, KernelRow, comm_rows, kernel_rows
 from seqcomp.runtime.comm import RankContext
 
@@ -34,6 +48,8 @@ class Report:
     kernels: tuple[KernelRow, ...]
     findings: tuple[Diagnostic, ...]
     memory: tuple[MemoryRow, ...] = ()
+    work: tuple[WorkRow, ...] = ()
+    footprint: tuple[FootprintRow, ...] = ()
 
     def bytes_sent(self, phase: str | None = None) -> int:
         """Bytes that one rank sends, in one phase or in both."""
@@ -48,6 +64,8 @@ class Report:
             "length": self.length,
             "comm": [row.to_json() for row in self.comm],
             "kernels": [row.to_json() for row in self.kernels],
+            "work": [row.to_json() for row in self.work],
+            "footprint": [row.to_json() for row in self.footprint],
             "memory": [row.to_json() for row in self.memory],
             "findings": [finding.to_json() for finding in self.findings],
         }
@@ -64,7 +82,10 @@ class Report:
             [
                 headline,
                 *([kernel_table(self.kernels)] if self.kernels else []),
+                *([work_table(self.work)] if self.work else []),
+                *([CONVENTION] if self.work else []),
                 *([comm_table(self.comm)] if self.comm else []),
+                *([footprint_table(self.footprint)] if self.footprint else []),
                 *map(memory_line, self.memory),
                 *(str(finding) for finding in self.findings),
             ]
@@ -77,12 +98,17 @@ def build_report(
     length: int | None,
     resolved: ResolvedPlan,
     context: RankContext,
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> Report:
-    """The report of one call of `program` with this rank's `batch` and the full `length`."""
+    """The report of one call of `program` with this rank's `batch` and the full `length`.
+
+    dtypes: in which parameters are kept, by name, where that is not how they compute.
+    """
     saved: Saved = {}
     values = local_values(program, batch, length, resolved.axes, saved)
     again = Again(program, saved)
     ring_rank = context.coords.get(resolved.ring_axis or "", 0)
+    on_host = context.device.type != "cpu"
     return Report(
         program=program.name,
         mesh=dict(resolved.axes),
@@ -90,6 +116,8 @@ def build_report(
         length=length,
         comm=comm_rows(program, values, resolved, again, ring_rank),
         kernels=kernel_rows(program, values, resolved, context.device),
-        memory=memory_rows(program, values, saved, resolved, on_host=context.device.type != "cpu"),
+        memory=memory_rows(program, values, saved, resolved, on_host=on_host),
+        work=work_rows(program, values, resolved),
+        footprint=footprint_rows(program, values, saved, resolved, dtypes, on_host=on_host),
         findings=program.findings,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,9 +65,30 @@ def local_values(
                 args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
                 if isinstance(node.target, ops.Op):
                     values[node] = _imitate(node, node.target, args, degrees, fake, program)
+                elif is_fused(node, values):
+                    values[node] = _attended(node, args)
                 else:
                     values[node] = node.target(*args, **kwargs)
     return values
+
+
+def is_fused(node: Node, values: Mapping[Node, Any]) -> bool:
+    """Whole attention that one kernel will compute, on meta: there torch writes all scores down."""
+    info = node.meta.get("attention")
+    if info is None or isinstance(node.target, ops.Op):
+        return False
+    plain = not (info.lse or info.dropout or info.softcap)
+    return plain and bool(values[node.all_input_nodes[0]].is_meta)
+
+
+def _attended(node: Node, given: Iterable[Any]) -> Tensor:
+    """The result of attention as kernels write it: [B, s, H, d], seen as [B, H, s, d]."""
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    q, v = tensors[0], tensors[2]
+    batch, heads, rows, _ = q.shape
+    last = (batch, rows, heads, v.shape[3])
+    out = q.new_empty(last, dtype=node.meta["val"].dtype).transpose(1, 2)
+    return out.requires_grad_(torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 @contextlib.contextmanager
@@ -179,14 +200,8 @@ def _computed(
         case ops.Constant():
             return fake.from_tensor(op.value)
         case ops.Attention():
-            q, _, v, tiling, sinks = args[:5]
-            batch, heads, rows, _ = q.shape
-            # As kernels write it: [B, s, H, d].
-            last = (batch, rows, heads, v.shape[3])
-            out = q.new_empty(last, dtype=node.meta["val"].dtype).transpose(1, 2)
-            given = (*args[:3], *(tiling or ()), *([] if sinks is None else [sinks]))
-            grad = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-            return out.requires_grad_(grad)
+            tiling, sinks = args[3:5]
+            return _attended(node, (*args[:3], *(tiling or ()), sinks))
         case ops.Dropout():
             return args[0] * 1.0
         case ops.DropPairs():

@@ -20,14 +20,16 @@ from seqcomp.lowering import ops
 from seqcomp.lowering.memory import KEPT, Rerun
 from seqcomp.lowering.program import Program
 from seqcomp.plan.resolve import ResolvedPlan
-from seqcomp.report.local import Saved
+from seqcomp.report.local import Saved, is_fused
 from seqcomp.runtime.attention.merge import accumulator_dtype
 
 Values = Mapping[Node, Any]
 Bytes = dict[Any, int]
 """Sizes of storages, by what tells them apart."""
 
-_SAVING = (ops.Attention, ops.ColumnLinear, ops.VocabularyLoss, ops.ChunkedLoss)
+_SAVING = (
+    ops.Attention, ops.ColumnLinear, ops.VocabularyEmbedding, ops.VocabularyLoss, ops.ChunkedLoss,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,38 @@ def memory_rows(
     return tuple(rows)
 
 
+@dataclass(frozen=True)
+class SavedBytes:
+    """What one rank holds for the backward when the forward ends, in bytes.
+
+    `again`: what the largest call that runs again saves more while it does. `at_least`: a unit
+    that runs untraced saves more than is known.
+    """
+
+    kept: int
+    again: int
+    at_least: bool
+
+
+def saved_bytes(
+    program: Program, values: Values, saved: Saved, resolved: ResolvedPlan
+) -> SavedBytes:
+    """All that a call saves; arguments as of `memory_rows`."""
+    count = _Count(values, saved, resolved, _state(program, values))
+    reruns = list(program.checkpoints.values())
+    inside = {node for rerun in reruns for node in rerun.nodes}
+    kept = count.saved_by(n for n in program.flat.nodes if n not in inside)
+    count.known |= kept.keys()
+    for rerun in reruns:
+        kept |= count.kept_of(rerun)
+    count.known |= kept.keys()
+    return SavedBytes(
+        kept=sum(kept.values()),
+        again=max((sum(count.saved_by(rerun.nodes).values()) for rerun in reruns), default=0),
+        at_least=any(isinstance(n.target, ops.TokenLocal) for n in program.flat.nodes),
+    )
+
+
 def _state(program: Program, values: Values) -> set[Any]:
     """Storages of parameters and buffers."""
     return {
@@ -152,12 +186,36 @@ class _Count:
         """What autograd saves of the forward of `nodes`."""
         found: Bytes = {}
         for node in nodes:
-            found |= _storages(self._saved.get(node, ()))
-            if isinstance(node.target, ops.Attention):
-                found |= self._attention(node)
-            elif isinstance(node.target, ops.ColumnLinear):
-                found |= _storages([_operands(node, self._values)[1]])
+            if not is_fused(node, self._values):
+                found |= _storages(self._saved.get(node, ()))
+            if isinstance(node.target, ops.Op) or is_fused(node, self._values):
+                found |= self._by_operation(node)
         return self._new(found)
+
+    def _by_operation(self, node: Node) -> Bytes:
+        """What an operation of ours saves, and attention that one kernel computes."""
+        value = self._values[node]
+        if not (isinstance(value, Tensor) and value.requires_grad):
+            return {}
+        match node.target:
+            case ops.ColumnLinear():
+                return _storages([_operands(node, self._values)[1]])
+            case ops.VocabularyEmbedding():
+                _, index = _operands(node, self._values)[:2]
+                # Where tokens are among this rank's words, and which are.
+                places = index.numel() * (index.element_size() + value.element_size())
+                return {(node, "places"): places}
+            case ops.VocabularyLoss():
+                logits, target = _operands(node, self._values)[:2]
+                wide = max(logits.element_size(), 4)
+                # Probabilities; of the targets, their places and two flags each.
+                places = target.numel() * (target.element_size() + 2)
+                return {(node, "probabilities"): logits.numel() * wide, (node, "places"): places}
+            case ops.ChunkedLoss() as op:
+                return _of_chunks(node, op, self._values)
+            case ops.Attention():
+                return self._attention(node, self._resolved.ulysses_size)
+        return self._attention(node, 1) if is_fused(node, self._values) else {}
 
     def kept_of(self, rerun: Rerun) -> Bytes:
         """The inputs of a call, and what it keeps of its first run."""
@@ -172,23 +230,24 @@ class _Count:
             if isinstance(node.target, ops.Attention):
                 found |= _storages([self._values[node]])
                 operands = _storages(_operands(node, self._values)[:3])
-                found |= {k: v for k, v in self._attention(node).items() if k not in operands}
+                own = self._attention(node, self._resolved.ulysses_size)
+                found |= {k: v for k, v in own.items() if k not in operands}
             elif isinstance(node.target, KEPT):
                 found |= _storages([self._values[node]])
             elif "attention" in node.meta:
                 operands = _storages(self._values[x] for x in node.all_input_nodes)
-                own = _storages(self._saved.get(node, ()))
+                fused = is_fused(node, self._values)
+                own = self._attention(node, 1) if fused else _storages(self._saved.get(node, ()))
                 found |= {k: v for k, v in own.items() if k not in operands}
         return self._new(found)
 
     def _new(self, found: Bytes) -> Bytes:
         return {key: size for key, size in found.items() if key not in self.known}
 
-    def _attention(self, node: Node) -> Bytes:
+    def _attention(self, node: Node, degree: int) -> Bytes:
         """Queries, keys, values, the output and its log-sum-exp, of the heads of this rank."""
         q, k, v = _operands(node, self._values)[:3]
         wide = accumulator_dtype(q.dtype).itemsize
-        degree = self._resolved.ulysses_size
         if degree == 1:
             lse = {(node, "lse"): q.numel() // q.shape[3] * wide}
             return _storages([q, k, v, self._values[node]]) | lse
@@ -204,13 +263,20 @@ class _Count:
         return found | {(node, "lse"): tokens * heads.rank_queries * wide}
 
 
+def _of_chunks(node: Node, op: ops.ChunkedLoss, values: Values) -> Bytes:
+    x, shard, _, _, _, target, _ = _operands(node, values)
+    own = _storages([x if shard is None else shard, target])
+    if op.shared is None:
+        return own
+    return own | {(node, "lse"): target.numel() * accumulator_dtype(op.dtype).itemsize}
+
+
 def _chunked(node: Node, op: ops.ChunkedLoss, values: Values) -> MemoryRow:
     x, shard, weight, bias, _, target, classes = _operands(node, values)
     tokens = target.numel()
-    own: Bytes = _storages([x if shard is None else shard, target])
-    found = dict(own)
+    own = _of_chunks(node, op, values)
+    found = _storages([x if shard is None else shard, target])
     if op.shared is not None:
-        own["lse"] = tokens * accumulator_dtype(op.dtype).itemsize
         # In place of the targets: their places among this rank's classes, and two flags each.
         found[_key(target)] = tokens * (target.element_size() + 2)
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from seqcomp.report.attention import WorkRow
+from seqcomp.report.footprint import FootprintRow
 from seqcomp.report.memory import MemoryRow
 from seqcomp.report.rows import CommRow, KernelRow
 
@@ -23,10 +25,52 @@ def comm_table(rows: Iterable[CommRow]) -> Table:
     table = Table("module", "collective", "axis", "phase", "can overlap", title="sent by one rank")
     table.add_column("calls", justify="right")
     table.add_column("bytes", justify="right")
+    table.add_column("layers", justify="right")
+    table.add_column("bytes each", justify="right")
     for key, members in groups.items():
         calls, sent = sum(r.count for r in members), sum(r.bytes_sent for r in members)
         *names, exact = key
-        table.add_row(*names, exact + str(calls), exact + readable(sent))
+        layers = {r.module for r in members}
+        of_each = {
+            sum(r.bytes_sent for r in members if r.module == layer) for layer in layers
+        }  # fmt: skip
+        each = " to ".join(readable(size) for size in sorted({min(of_each), max(of_each)}))
+        table.add_row(
+            *names, exact + str(calls), exact + readable(sent), str(len(layers)), exact + each
+        )
+    return table
+
+
+def work_table(rows: Iterable[WorkRow]) -> Table:
+    """Forward FLOPs of the busiest rank and of the mean, of one layer."""
+    groups: dict[tuple[str, ...], int] = {}
+    for row in rows:
+        most = "at most " if row.at_most else ""
+        balance = "depends on data" if row.balance is None else f"{row.balance:.6g}"
+        key: tuple[str, ...] = (
+            pattern(row.module), row.mask, most + count_of(max(row.flops)),
+            most + count_of(row.mean), balance,
+        )  # fmt: skip
+        groups[key] = groups.get(key, 0) + 1
+    table = Table("module", "mask", title="attention work of one rank, one layer, forward")
+    for name in ("FLOPs, busiest rank", "FLOPs, mean", "balance max / mean", "layers"):
+        table.add_column(name, justify="right")
+    for key, count in groups.items():
+        table.add_row(*key, str(count))
+    return table
+
+
+def footprint_table(rows: Iterable[FootprintRow]) -> Table:
+    """One line for each kind."""
+    table = Table("held", title="held by one rank")
+    table.add_column("bytes", justify="right")
+    table.add_column("from")
+    table.add_column("note")
+    for row in rows:
+        at_least = "at least " if row.at_least else ""
+        host = "; in host memory" if row.on_host else ""
+        source = "formula" if row.formula else "graph"
+        table.add_row(row.what, at_least + readable(row.bytes), source, row.note + host)
     return table
 
 
@@ -70,6 +114,16 @@ def as_text(parts: Sequence[Table | str], width: int = 160) -> str:
 def pattern(module: str) -> str:
     """'layers.3.attn' -> 'layers.*.attn'."""
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
+def count_of(number: float) -> str:
+    """A number with a decimal prefix, three digits."""
+    value, prefix = float(number), ""
+    for prefix in ("", " k", " M", " G", " T", " P"):
+        if value < 999.5 or prefix == " P":
+            break
+        value /= 1000
+    return f"{value:.3g}{prefix}"
 
 
 def readable(size: int) -> str:

@@ -61,7 +61,8 @@ class KernelRow:
     """How one attention runs on one rank.
 
     `kernel` computes full and causal tiles, others take `math`; "sdpa" is torch's own choice,
-    where no axis divides the attention. `heads` and `kv_heads` are the layer's.
+    where no axis divides the attention, "fused" any that the device of the calls will have (meta).
+    `heads` and `kv_heads` are the layer's.
     """
 
     module: str
@@ -160,6 +161,8 @@ def _kernel(
         return "math"
     if not divided:
         return "sdpa"
+    if device.type == "meta":
+        return "fused" if q.shape[3] == v.shape[3] else "math"
     return kernels.choose(device, dtype, q.shape[3], v.shape[3])
 
 

@@ -40,12 +40,12 @@ def fsdp_rows(
     ways, copies = (math.prod(resolved.axes[a] for a in axes) for axes in (shards, replicas))
     low = PRECISIONS.get(strategy.mixed_precision)
     calls = _calls(program)
-    parameters = _parameters(program)
+    parameters = parameters_of(program)
     for unit in ("", *program.units):
         if unit and unit not in calls:
             continue
-        members = [n for n in parameters if owner(_name(program, n), program.units) == unit]
-        sizes = {n: _shard(program, n, values[n], ways) for n in members}
+        members = [n for n in parameters if owner(name_of(program, n), program.units) == unit]
+        sizes = {n: shard_size(program, n, values[n], ways) for n in members}
         given = sum(
             size * (low if low and values[n].is_floating_point() else values[n].dtype).itemsize
             for n, size in sizes.items()
@@ -69,19 +69,19 @@ def fsdp_rows(
             yield label, "all_reduce", mesh_dim(replicas), sent, "backward"
 
 
-def _parameters(program: Program) -> dict[Node, bool]:
+def parameters_of(program: Program) -> dict[Node, bool]:
     """Every parameter once, whatever the number of its names, and whether anything uses it."""
     found: dict[Node, bool] = {}
     first: dict[str, Node] = {}
     for node in program.flat.nodes:
         if node.name in program.capture.parameters:
-            name = _name(program, node)
+            name = name_of(program, node)
             one = first.setdefault(program.aliases.get(name, (name,))[0], node)
             found[one] = found.get(one, False) or bool(node.users)
     return found
 
 
-def _name(program: Program, node: Node) -> str:
+def name_of(program: Program, node: Node) -> str:
     return program.capture.state[node.name]
 
 
@@ -94,9 +94,9 @@ def _calls(program: Program) -> dict[str, int]:
     return {path: len(keys) for path, keys in found.items()}
 
 
-def _shard(program: Program, node: Node, local: Tensor, ways: int) -> int:
+def shard_size(program: Program, node: Node, local: Tensor, ways: int) -> int:
     """Elements of one rank's part, of the largest size."""
-    cut = program.cuts.get(_name(program, node))
+    cut = program.cuts.get(name_of(program, node))
     dim = shard_dim(local.shape, ways, cut.dim if cut else None)
     shape = torch.Size(local.shape)
     return part_size(shape[dim], ways) * (shape.numel() // max(shape[dim], 1)) if shape else 1

@@ -3,7 +3,6 @@
 import pytest
 
 import seqcomp
-from seqcomp.diagnostics import PlanError
 
 NAMES = {
     "Diagnostic", "Plan", "PlanError", "explain", "load_plan", "of", "parallelize", "validate",
@@ -16,13 +15,6 @@ def test_public_names() -> None:
     assert NAMES | {"__version__"} == set(dir(seqcomp))
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = seqcomp.nonsense
-
-
-def test_what_is_not_built_says_so() -> None:
-    for call in (lambda: seqcomp.explain(None, "ring_2", seq_len=8),):
-        with pytest.raises(PlanError) as caught:
-            call()
-        assert caught.value.diagnostics[0].code == "SC920"
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "8", 2.0])

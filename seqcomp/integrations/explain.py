@@ -1,0 +1,195 @@
+"""``seqcomp.explain``: what a plan would do to a model, on a mesh that need not exist."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqcomp.capture.call import signature_of
+from seqcomp.capture.facts import example_call, makes_cache
+from seqcomp.diagnostics import PlanError, diagnostic, errors_in, raise_for_errors
+from seqcomp.integrations.models import build_model
+from seqcomp.integrations.validate import count_of, run_validation
+from seqcomp.lowering.binding import bound_call
+from seqcomp.lowering.build import Request, build_program
+from seqcomp.lowering.compiled import compiled_of
+from seqcomp.lowering.sharded import PRECISIONS
+from seqcomp.plan.reader import describe
+from seqcomp.plan.resolve import ResolvedPlan, resolve
+from seqcomp.report.build import Report, build_report
+from seqcomp.runtime.threads import ThreadWorld
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+    }
+)
+
+
+def explain(
+    model: nn.Module | str,
+    plan: Any,
+    *,
+    seq_len: int,
+    batch: int = 1,
+    dtype: torch.dtype | str | None = None,
+) -> Report:
+    """What one call and its backward would do on the first rank of the plan's mesh.
+
+    Collectives and their bytes, the work of attention and its balance, what a rank holds, and
+    findings: those of the compiled module on real ranks. Nothing is computed or sent, weights are
+    not read, no process group is needed, and the module stays as it is. Under ``torch.no_grad()``
+    the call has no backward.
+
+    Args:
+        model: a module, or a spec such as ``hf:LlamaForCausalLM?num_hidden_layers=2``. A call is
+            made up, with labels where the model takes them.
+        plan: path, preset name, YAML text, dict or ``Plan``, for any number of ranks.
+        seq_len: full sequence length in tokens.
+        batch: sequences on each data rank.
+        dtype: of weights and buffers ("bf16", "fp16", "fp32", "fp64"); the model's own otherwise.
+
+    Raises:
+        PlanError: everything wrong with the plan, the model and the sizes, as ``validate`` finds
+            it, and whatever stops the compilation.
+    """
+    checked = run_validation(plan, seq_len=seq_len)
+    found = [*checked.diagnostics, *count_of("batch", batch)[1], *_unknown(dtype)]
+    try:
+        module = build_model(model) if isinstance(model, str) else _plain(model)
+    except PlanError as error:
+        raise PlanError([*errors_in(found), *error.diagnostics]) from error
+    raise_for_errors(found)
+    assert checked.plan is not None, "a plan without errors has been built"
+    paths = [path for path, _ in module.named_modules() if path]
+    resolved = resolve(checked.plan, seq_len=seq_len, module_paths=paths)
+    wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    try:
+        return _report(module, resolved, seq_len, batch, wanted)
+    except PlanError:
+        raise
+    except Exception as error:
+        # A model is arbitrary code: whatever it raises is a finding about it.
+        reason = f"{type(error).__name__}: {error}"[:500]
+        where = model if isinstance(model, str) else type(model).__name__
+        raise PlanError(diagnostic("SC022", where=where, found=reason)) from error
+
+
+def _report(
+    module: nn.Module, resolved: ResolvedPlan, length: int, batch: int, dtype: torch.dtype | None
+) -> Report:
+    fsdp = resolved.plan.strategies.fsdp
+    low = PRECISIONS.get(fsdp.mixed_precision) if fsdp else None
+    kept = {
+        name: dtype if dtype is not None and p.is_floating_point() else p.dtype
+        for name, p in module.named_parameters(remove_duplicate=False)
+    }
+    with _blank(module, low or dtype, dtype):
+        call, dims, sizes = bound_call(
+            signature_of(module.forward),
+            (),
+            _call_of(module, length, batch),
+            resolved,
+            where=type(module).__name__,
+            stateless=makes_cache(module),
+        )
+        sharded = bool(resolved.fsdp_axes)
+        program = build_program(
+            Request(module, call, dims, sizes, resolved, "explain", sharded=sharded)
+        )
+    raise_for_errors(program.unmet)
+    # On meta: what depends on the device of the calls is left open.
+    rank = ThreadWorld(dict(resolved.axes), device=torch.device("meta")).context(0)
+    sizes = program.sizes(sizes)
+    return build_report(program, sizes.batch, sizes.length, resolved, rank, kept)
+
+
+def _plain(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            diagnostic(
+                "SC022",
+                where="model",
+                found=describe(model),
+                legal="a torch.nn.Module, or a spec such as hf:LlamaForCausalLM",
+            )
+        )
+    if compiled_of(model) is not None:
+        raise PlanError(
+            diagnostic(
+                "SC022",
+                where=type(model).__name__,
+                found="a compiled module",
+                legal="a module as it was before parallelize",
+                help="seqcomp.of(model).report() says what it does; seqcomp.of(model).close() "
+                "gives the module back",
+            )
+        )
+    return model
+
+
+def _unknown(dtype: Any) -> list[Any]:
+    if dtype is None or dtype in DTYPES.values() or (isinstance(dtype, str) and dtype in DTYPES):
+        return []
+    legal = tuple(DTYPES)
+    return [
+        diagnostic("SC010", where="dtype", message="unknown dtype", found=str(dtype), legal=legal)
+    ]
+
+
+def _call_of(module: nn.Module, length: int, batch: int) -> dict[str, Any]:
+    """Token ids, and labels where the model has a head that gives logits for every token."""
+    try:
+        call = example_call(module, length=length, batch=batch)
+    except PlanError as error:
+        other = "calls are made up for models of token ids; others: seqcomp.of(model).report()"
+        raise PlanError([replace(item, help=other) for item in error.diagnostics]) from error
+    takes = "labels" in signature_of(module.forward).parameters
+    head: Callable[[], Any] | None = getattr(module, "get_output_embeddings", None)
+    if takes and (head is None or head() is not None):
+        call["labels"] = next(iter(call.values()))
+    return call
+
+
+@contextlib.contextmanager
+def _blank(
+    module: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype | None
+) -> Iterator[None]:
+    """For a capture: parameters of full shape that take no memory, and all in other dtypes."""
+    made: dict[int, Any] = {}
+
+    def parameter(old: nn.Parameter) -> nn.Parameter:
+        kind = parameters if parameters is not None and old.is_floating_point() else old.dtype
+        blank = torch.empty((), dtype=kind, device=old.device).expand(old.shape)
+        return nn.Parameter(blank, requires_grad=old.requires_grad)
+
+    def buffer(old: Tensor) -> Tensor:
+        return old.to(buffers) if buffers is not None and old.is_floating_point() else old
+
+    held = []
+    for part in module.modules():
+        kinds: tuple[tuple[Any, Any], ...] = (
+            (part._parameters, parameter),
+            (part._buffers, buffer),
+        )
+        for own, change in kinds:
+            held.append((own, dict(own)))
+            for name, value in own.items():
+                if value is not None:
+                    if id(value) not in made:
+                        made[id(value)] = change(value)
+                    own[name] = made[id(value)]
+    try:
+        yield
+    finally:
+        for own, before in held:
+            own.update(before)
