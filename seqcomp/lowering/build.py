@@ -254,10 +254,17 @@ def _refuse_hooks(module: torch.nn.Module) -> None:
     hooked = [
         path or "<root>"
         for path, sub in module.named_modules()
-        if sub._forward_hooks
-        or sub._forward_pre_hooks
-        or sub._backward_hooks
-        or sub._backward_pre_hooks
+        if any(
+            # Those of transformers collect outputs while its own forward runs, as in a capture.
+            getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
+            for hooks in (
+                sub._forward_hooks,
+                sub._forward_pre_hooks,
+                sub._backward_hooks,
+                sub._backward_pre_hooks,
+            )
+            for hook in hooks.values()
+        )
     ]
     if hooked:
         raise PlanError(

@@ -101,8 +101,9 @@ def _nbytes(x: Tensor) -> int:
 
 def shard_again(parts: Sequence[FSDPModule]) -> None:
     """Frees what is whole and not in use. A backward that still wants it gathers it again."""
-    for part in parts:
-        for group in part._get_fsdp_state()._fsdp_param_groups:
+    modules: list[Any] = list(parts)
+    for module in modules:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
             group._to_sharded()
 
 
