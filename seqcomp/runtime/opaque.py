@@ -135,11 +135,21 @@ def _call(
         x.detach().requires_grad_() if learn else x
         for x, learn in zip(tensors, learns, strict=True)
     ]
-    with _as_outside(any(learns), tensors[0].device.type, cast):
+    # A compiler writes over what its graph needs no more: what the backward needs is our own.
+    taken = set(map(_memory, tensors))
+
+    def saved(x: Tensor) -> Tensor:
+        x = x.clone() if _memory(x) in taken else x
+        taken.add(_memory(x))
+        return x
+
+    with (
+        _as_outside(any(learns), tensors[0].device.type, cast),
+        torch.autograd.graph.saved_tensors_hooks(saved, lambda x: x),
+    ):
         made = function.run(*_arguments(form, given, sizes))
     result = made.detach().contiguous()
-    owners = {x.untyped_storage().data_ptr() for x in tensors}
-    if result.untyped_storage().data_ptr() in owners:
+    if _memory(result) in taken:
         result = result.clone()
     if not any(learns):
         return result, _token(None)
@@ -154,15 +164,22 @@ def _pull(
     # The graph may be differentiated again; it goes with its token.
     with _as_outside(False, gradient.device.type, None):
         found = torch.autograd.grad(made, inputs, gradient, retain_graph=True, allow_unused=True)
-    return [
-        torch.zeros_like(x) if g is None else g.contiguous()
-        for x, g in zip(inputs, found, strict=True)
-    ]
+    taken, results = {_memory(gradient)}, []
+    for x, g in zip(inputs, found, strict=True):
+        result = torch.zeros_like(x) if g is None else g.contiguous()
+        results.append(result.clone() if _memory(result) in taken else result)
+        taken.add(_memory(results[-1]))
+    return results
 
 
 def _hold(who: Tensor, form: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     with _as_outside(False, "cpu", None):
-        return _token(_functions[int(who)].run(*_arguments(form, tensors, sizes)))
+        given = [x if x.dtype == torch.int64 and x.dim() == 0 else x.clone() for x in tensors]
+        return _token(_functions[int(who)].run(*_arguments(form, given, sizes)))
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _arguments(form: str, tensors: Sequence[Any], sizes: Sequence[Any]) -> list[Any]:
