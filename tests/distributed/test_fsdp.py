@@ -130,8 +130,14 @@ def divided(rank: int, world: int, plan: plans.Plan, ways: int) -> None:
     loss = model(**local_batch(spec, plan, rank))["loss"]
     held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
     loss.backward()
-    sent, said = counted(context), reported(seqcomp.of(model).report())
+    report = seqcomp.of(model).report()
+    sent, said = counted(context), reported(report)
     assert sent == said, set(sent.items()) ^ set(said.items())
+    if rank == 0:
+        given = local_batch(spec, plan, rank)["input_ids"]
+        offline = seqcomp.explain(build(spec), plan, seq_len=given.shape[1], batch=len(given))
+        assert offline.comm == report.comm
+        assert offline.footprint == report.footprint
     optimizer.step()
     full = sum(p.numel() for p in model.parameters())
     mine = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))

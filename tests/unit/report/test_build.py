@@ -69,9 +69,9 @@ def test_text() -> None:
     text = str(report_of(plans.usp(2, 2, "zigzag")))
     assert "ring 2 x ulysses 2; batch 2, length 16" in text
     attention = [line for line in text.splitlines() if "layers.*.attn " in line]
-    # One line of kernels, two collectives in each phase; both layers together.
-    assert len(attention) == 5
-    assert "│ all_to_all │ ulysses" in attention[1]
+    # A line of kernels, one of work, two collectives in each phase; both layers together.
+    assert len(attention) == 6
+    assert "│ all_to_all │ ulysses" in attention[2]
     assert "\x1b" not in text
     assert all(line == line.rstrip() for line in text.splitlines())
 
