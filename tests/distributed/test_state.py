@@ -92,7 +92,10 @@ def on_ranks(rank: int, world: int, folder: Path) -> dict[str, str]:
     job = forget(models["megatron"])
     resume(folder / "megatron", job)
     failures(rank, job, folder / "failing")
-    whole_files(job, folder)
+    for name in ("megatron", "both"):
+        job = forget(models[name])
+        resume(folder / name, job)
+        whole_files(job, folder)
     for model in models.values():
         seqcomp.of(model).close()
     return {name: digest(end) for name, end in ends.items()}
