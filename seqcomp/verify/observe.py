@@ -90,18 +90,20 @@ def observe_rank(
     compiled, order = of(model), list(shapes)
     program, _ = compiled.last_program()
     share = Share(*data, compiled.token_index().cpu())
+    sharded = program.units is not None
     seen = _differentiated(
         model,
         outputs,
         lambda name, x: share.of(projection(shapes[name], order.index(name)), tuple(x.shape)),
         # Contributions that the plan averages: what is compared are their sums.
         times=data[1] if compiled.resolved.gradients == "mean" else 1,
+        whole_gradients=sharded,
     )
     return RankObservation(
         rank=rank,
         place=compiled.binding(program).place(),
         share=share,
-        cuts=_by_every_name(model, program.cuts),
+        cuts={} if sharded else _by_every_name(model, program.cuts),
         seen=seen,
         findings=tuple(str(finding) for finding in program.findings),
         precision=computing_dtype(program.flat, program.capture.parameters),
@@ -166,9 +168,14 @@ def projection(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def _differentiated(
-    model: nn.Module, outputs: Mapping[str, Any], weights: Weights, *, times: int = 1
+    model: nn.Module,
+    outputs: Mapping[str, Any],
+    weights: Weights,
+    *,
+    times: int = 1,
+    whole_gradients: bool = False,
 ) -> Observation:
-    """times: factor of a projection's gradients."""
+    """times: factor of a projection's gradients. whole_gradients: gathered, on every rank."""
     model.zero_grad(set_to_none=True)
     objective = objective_of(outputs, weights)
     projected = all(x.dim() for x in _floating(outputs).values())
@@ -178,12 +185,14 @@ def _differentiated(
             name: x.detach().cpu() if isinstance(x, Tensor) else x for name, x in outputs.items()
         },
         objective=float(objective.detach()),
-        gradients={name: _local_gradient(p) for name, p in model.named_parameters()},
+        gradients={
+            name: _gradient(p, whole=whole_gradients) for name, p in model.named_parameters()
+        },
     )
 
 
-def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
+def _gradient(parameter: nn.Parameter, *, whole: bool) -> Tensor | None:
     gradient = parameter.grad
     if isinstance(gradient, DTensor):
-        gradient = gradient.to_local()
+        gradient = gradient.full_tensor() if whole else gradient.to_local()
     return None if gradient is None else gradient.detach().cpu().clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -138,6 +139,8 @@ class Verification:
     ) -> Divergence | None:
         self._step("looking for the first divergence")
         job = TraceValues(single.shapes, self._model_fn, self._inputs_fn)
+        # Values are the same with whole parameters, and the global graph can be run on those.
+        resolved = replace(resolved, fsdp_axes=())
         ranks = self._on_ranks(resolved, job, "tracing", keep_global=True)
         whole = ranks[0].whole
         assert whole is not None

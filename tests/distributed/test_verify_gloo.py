@@ -43,6 +43,14 @@ def test_right_plans_are_equal() -> None:
     assert steps[-1][1] <= steps[-1][2]
 
 
+def test_sharded_parameters_are_compared_whole() -> None:
+    plan = plans.with_fsdp(plans.with_data(plans.megatron(2), 2))
+    report = seqcomp.verify(build, plan, inputs_fn=inputs, backend="gloo", timeout=120)
+    assert report.ok, str(report)
+    assert not report.not_shown
+    assert 0 < report.max_grad_rel < 1e-12
+
+
 def test_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.AllReduce, "bind", ops.AllReduce.bind)  # put back afterwards
     report = seqcomp.verify(
