@@ -31,7 +31,8 @@ or None, as `cast`."""
 class Opaque:
     """`run`, a function of tensors, numbers and None, for those who trace.
 
-    shape: of its one result, which is a tensor; None where the result is some other object. held:
+    shape: of its one result, which is a tensor; None where the result is some other object. Those
+    that are `like` one another share one function, which lives as long as any of them. held:
     places of operands that are such objects. measures: only sizes of its operands matter.
     """
 
@@ -45,7 +46,7 @@ class Opaque:
     ) -> None:
         self._run = run
         self._like = like
-        self._makes_tensor = shape is not None
+        self._shape = shape
         self._held = held
         self._measures = measures
         number = next(_numbers)
@@ -73,7 +74,7 @@ class Opaque:
                 return self._aside(*args)
         spelled = " ".join(form)
         learns = [torch.is_grad_enabled() and x.requires_grad for x in tensors]
-        if not self._makes_tensor:
+        if self._shape is None:
             if any(learns) and not self._measures:
                 return self._aside(*args)  # a gradient would have to find its way through it
             given = [x.detach() for x in tensors]
@@ -101,7 +102,7 @@ class Opaque:
 # Operations are given numbers and strings, so something must know what these stand for.
 _numbers = itertools.count()
 _functions: weakref.WeakValueDictionary[int, Opaque] = weakref.WeakValueDictionary()
-_shapes: dict[str, Shape] = {}
+_shapes: weakref.WeakValueDictionary[str, Shape] = weakref.WeakValueDictionary()
 _kept: dict[int, tuple[StorageWeakRef, Any]] = {}
 
 _DISPATCH = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())

@@ -77,6 +77,7 @@ class Traceable:
             and not all(type(user.target) in _HELD for user in node.users)
         }
         self._likes: dict[tuple[str, Op], str] = {}
+        self._shapes: dict[str, Shape] = {}
 
     def __call__(self, op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, to which `op` was bound."""
@@ -89,7 +90,8 @@ class Traceable:
         if shape is None:
             aside: Callable[..., Any] = torch.compiler.disable(run)
             return aside
-        return Opaque(run, self._like(op), shape, held)
+        like = self._like(op)
+        return Opaque(run, like, self._shapes.setdefault(like, shape), held)
 
     def _like(self, op: Op) -> str:
         """The same for operations whose results have the same shapes."""
