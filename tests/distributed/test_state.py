@@ -95,7 +95,8 @@ def on_ranks(rank: int, world: int, folder: Path) -> dict[str, str]:
     for name in ("megatron", "both"):
         job = forget(models[name])
         resume(folder / name, job)
-        whole_files(job, folder)
+        (folder / f"whole-{name}").mkdir(exist_ok=True)
+        whole_files(job, folder / f"whole-{name}")
     for model in models.values():
         seqcomp.of(model).close()
     return {name: digest(end) for name, end in ends.items()}
@@ -155,16 +156,17 @@ def test_save_under_one_plan_and_load_under_another(pools: Pools, tmp_path: Path
         train(job, SAVED, END)
         assert_close(end, outcome(job))
 
-    job = make_job(make_model(None))
-    assert resume(tmp_path / "megatron", job) == SAVED
-    exported = load_file(tmp_path / "model.safetensors")
-    saved = torch.load(tmp_path / "full.pt", weights_only=True)
-    assert list(saved["model"]) == list(job.model.state_dict())
-    for name, x in job.model.state_dict().items():
-        assert torch.equal(saved["model"][name], x), name
-        if name != "head.weight":
-            assert torch.equal(exported.pop(name), x), name
-    assert not exported
+    for source in ("megatron", "both"):
+        job = make_job(make_model(None))
+        assert resume(tmp_path / source, job) == SAVED
+        exported = load_file(tmp_path / f"whole-{source}" / "model.safetensors")
+        saved = torch.load(tmp_path / f"whole-{source}" / "full.pt", weights_only=True)
+        assert list(saved["model"]) == list(job.model.state_dict())
+        for name, x in job.model.state_dict().items():
+            assert torch.equal(saved["model"][name], x), name
+            if name != "head.weight":
+                assert torch.equal(exported.pop(name), x), name
+        assert not exported
 
 
 def test_a_save_in_one_process_that_fails_leaves_the_last(tmp_path: Path) -> None:
