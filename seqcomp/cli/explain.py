@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import traceback
-from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from seqcomp.cli.reading import reading
 from seqcomp.diagnostics import PlanError
 
 EXPLAINED, REFUSED, WRONG_USAGE = 0, 1, 2
@@ -55,7 +54,7 @@ def explain(
     takes any number of ranks.
     """
     try:
-        with _progress(model):
+        with reading(model):
             from seqcomp.integrations.explain import explain as run
 
             report = run(
@@ -73,11 +72,3 @@ def explain(
         raise typer.Exit(WRONG_USAGE if usage else REFUSED) from None
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else f"{plan}: {report}")
     raise typer.Exit(EXPLAINED)
-
-
-def _progress(model: str) -> AbstractContextManager[Any]:
-    if not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(f"reading {model}")

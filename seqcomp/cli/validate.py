@@ -6,11 +6,11 @@ import json
 import math
 import sys
 import traceback
-from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import typer
 
+from seqcomp.cli.reading import reading
 from seqcomp.diagnostics import Diagnostic
 from seqcomp.integrations.validate import Validation, run_validation
 from seqcomp.plan.axes import degree
@@ -49,7 +49,7 @@ def validate(
 
     Needs no processes and no GPU, and without --model no torch.
     """
-    with _progress(model):
+    with reading(model):
         result = run_validation(plan, model, world_size=world, seq_len=seq_len)
     refused = not result.ok
     if as_json:
@@ -69,14 +69,6 @@ def _exit_code(result: Validation) -> int:
     if result.ok:
         return LEGAL
     return WRONG_USAGE if any(item.code == "SC020" for item in result.diagnostics) else REFUSED
-
-
-def _progress(model: str | None) -> AbstractContextManager[Any]:
-    if model is None or not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(f"reading {model}")
 
 
 def _as_json(source: str, result: Validation) -> dict[str, Any]:

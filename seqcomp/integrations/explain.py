@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +16,7 @@ from seqcomp.diagnostics import PlanError, diagnostic, errors_in, raise_for_erro
 from seqcomp.integrations.models import build_model
 from seqcomp.integrations.validate import count_of, run_validation
 from seqcomp.lowering.binding import bound_call
+from seqcomp.lowering.blanks import blank_like, replaced
 from seqcomp.lowering.build import Request, build_program
 from seqcomp.lowering.compiled import compiled_of
 from seqcomp.lowering.sharded import PRECISIONS
@@ -93,7 +93,11 @@ def _report(
         name: dtype if dtype is not None and p.is_floating_point() else p.dtype
         for name, p in module.named_parameters(remove_duplicate=False)
     }
-    with _blank(module, low or dtype, dtype):
+
+    def buffer(old: Tensor) -> Tensor:
+        return old.to(dtype) if dtype is not None and old.is_floating_point() else old
+
+    with replaced(module, lambda p: blank_like(p, dtype=low or dtype), buffer):
         call, dims, sizes = bound_call(
             signature_of(module.forward),
             (),
@@ -158,38 +162,3 @@ def _call_of(module: nn.Module, length: int, batch: int) -> dict[str, Any]:
     if takes and (head is None or head() is not None):
         call["labels"] = next(iter(call.values()))
     return call
-
-
-@contextlib.contextmanager
-def _blank(
-    module: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype | None
-) -> Iterator[None]:
-    """For a capture: parameters of full shape that take no memory, and all in other dtypes."""
-    made: dict[int, Any] = {}
-
-    def parameter(old: nn.Parameter) -> nn.Parameter:
-        kind = parameters if parameters is not None and old.is_floating_point() else old.dtype
-        blank = torch.empty((), dtype=kind, device=old.device).expand(old.shape)
-        return nn.Parameter(blank, requires_grad=old.requires_grad)
-
-    def buffer(old: Tensor) -> Tensor:
-        return old.to(buffers) if buffers is not None and old.is_floating_point() else old
-
-    held = []
-    for part in module.modules():
-        kinds: tuple[tuple[Any, Any], ...] = (
-            (part._parameters, parameter),
-            (part._buffers, buffer),
-        )
-        for own, change in kinds:
-            held.append((own, dict(own)))
-            for name, value in own.items():
-                if value is not None:
-                    if id(value) not in made:
-                        made[id(value)] = change(value)
-                    own[name] = made[id(value)]
-    try:
-        yield
-    finally:
-        for own, before in held:
-            own.update(before)

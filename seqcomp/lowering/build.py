@@ -23,6 +23,7 @@ from seqcomp.capture.windows import recognise_windows
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import LoweringContext, run_passes
+from seqcomp.lowering.fsdp_units import candidates, read_inside
 from seqcomp.lowering.memory import checkpoints
 from seqcomp.lowering.no_sequence import no_one_sequence
 from seqcomp.lowering.parameters import Cut
@@ -30,7 +31,6 @@ from seqcomp.lowering.passes import PASSES
 from seqcomp.lowering.program import Program
 from seqcomp.lowering.scopes import ScopeBuilder
 from seqcomp.lowering.snapshot import snapshot
-from seqcomp.lowering.units import candidates, read_inside
 from seqcomp.lowering.variants import CallSizes, mesh_view
 from seqcomp.placement.units import unit_notes
 from seqcomp.plan.facts import ModelFacts
@@ -97,7 +97,9 @@ def build_program(request: Request) -> Program:
         unmet=tuple(context.unmet),
         grad=context.grad,
         aliases=aliases,
-        units=None if context.units is None else read_inside(builder.reads, context.units),
+        fsdp_units=None
+        if context.fsdp_units is None
+        else read_inside(builder.reads, context.fsdp_units),
         kept=kept,
     )
 
@@ -168,7 +170,7 @@ def _lowered(
         dump=request.dump / request.name if request.dump is not None else None,
         keep_global=request.keep_global,
         is_gathered=resolved.is_gathered,
-        units=candidates(module) if request.sharded else None,
+        fsdp_units=candidates(module) if request.sharded else None,
         mean_over=mesh.batch if resolved.gradients == "mean" else (),
         loss_chunks=resolved.plan.memory.loss_chunks,
     )

@@ -43,7 +43,7 @@ class LoweringContext:
     transports: Mapping[str, str]  # module path of an attention -> transport
     output_modes: tuple[str, ...]  # per output leaf: full | sharded | drop
     grad: bool
-    units: tuple[str, ...] | None = None  # modules that FSDP gathers as one; None without fsdp
+    fsdp_units: tuple[str, ...] | None = None  # modules that FSDP gathers as one; None without fsdp
     mean_over: tuple[str, ...] = ()  # axes over which contributions to gradients are averaged
     placement: Placement | None = None
     findings: list[Diagnostic] = field(default_factory=list)

@@ -66,8 +66,8 @@ class Division:
         if self._cut is not None and self._cut.cuts is None:
             self._cut.apply(program.cuts)
         if self._shards is not None and self._shards.units is None:
-            assert program.units is not None
-            self._shards.apply(program.units, program.cuts)
+            assert program.fsdp_units is not None
+            self._shards.apply(program.fsdp_units, program.cuts)
 
     def leave_call(self) -> None:
         """At the end of a call without gradients: FSDP would keep some parameters whole."""
@@ -113,10 +113,10 @@ class Division:
     def _other_units(self, program: Program) -> PlanError | None:
         if self._shards is None:
             return None
-        assert program.units is not None
+        assert program.fsdp_units is not None
         if self._shards.units is None:
-            return self._shards.problem(program.units)
-        outside = set(self._shards.units) - set(program.units)
+            return self._shards.problem(program.fsdp_units)
+        outside = set(self._shards.units) - set(program.fsdp_units)
         return self._changed(f"weights used outside of {sorted(outside)}") if outside else None
 
     def _changed(self, found: str) -> PlanError:

@@ -11,7 +11,7 @@ from torch.fx import Node
 from seqcomp.capture.edit import is_tensor, scope_of
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import Graph, LoweringContext
-from seqcomp.lowering.units import owner
+from seqcomp.lowering.fsdp_units import owner
 from seqcomp.placement.spec import Spec
 
 # Bytes. The first to be complete in backward is small, so that the ranks start early.
@@ -53,7 +53,7 @@ def sum_gradients_pass(graph: Graph, context: LoweringContext) -> Graph:
         assert isinstance(spec, Spec)
         axes = tuple(a for a in context.mesh.degrees if a not in spec.axes)
         if node.name in capture.parameters:
-            if context.units is not None:
+            if context.fsdp_units is not None:
                 axes = tuple(a for a in axes if a == context.mesh.tensor)
             if axes and context.grad:
                 for calls, use in _uses(node, context, order).items():
@@ -74,7 +74,7 @@ def _users(node: Node, order: dict[Node, int]) -> list[Node]:
 
 def _uses(node: Node, context: LoweringContext, order: dict[Node, int]) -> dict[Calls, Use]:
     """The uses of a parameter by the calls in which its unit is called."""
-    unit = owner(context.capture.state[node.name], context.units or ())
+    unit = owner(context.capture.state[node.name], context.fsdp_units or ())
     found: dict[Calls, list[Node]] = {}
     for user in _users(node, order):
         levels = scope_of(user.meta.get("nn_module_stack") or {})

@@ -11,6 +11,7 @@ from torch.fx import Node
 from seqcomp.capture.blocks import blocks_of
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.lowering import ops
+from seqcomp.lowering.fsdp_units import owner
 from seqcomp.lowering.scopes import Call
 from seqcomp.plan.schema import Memory
 from seqcomp.runtime.recompute import Checkpoint
@@ -49,7 +50,7 @@ def checkpoints(
     notes = [
         _not_again(path)
         for path in blocks
-        if path not in again and any(_within(call.path, path) for call in calls)
+        if path not in again and any(owner(call.path, (path,)) for call in calls)
     ]
     if memory.offload == "cpu" and all(p.device.type == "cpu" for p in module.parameters()):
         notes.append(_on_host(module))
@@ -68,10 +69,6 @@ def _how(nodes: Sequence[Node], memory: Memory) -> Checkpoint:
         early_stop=not any(isinstance(target, ops.TokenLocal) for target in targets),
         offload=memory.offload == "cpu",
     )
-
-
-def _within(path: str, block: str) -> bool:
-    return path == block or path.startswith(f"{block}.")
 
 
 def _no_blocks(module: torch.nn.Module) -> Diagnostic:

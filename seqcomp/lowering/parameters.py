@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from seqcomp.layout.parts import part
+from seqcomp.lowering.blanks import blank_like, replaced
 from seqcomp.runtime.comm import Communicator, RankContext
 from seqcomp.runtime.uneven import pad_part
 
@@ -84,28 +85,12 @@ class CutParameters:
             return parameter
         return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self) -> contextlib.AbstractContextManager[None]:
         """For a capture: parameters of full shape that take no memory."""
         if self._cuts is None:
-            yield
-            return
-        held = list(self._places())
+            return contextlib.nullcontext()
         shapes = self._by_tensor(self._shapes)
-        made: dict[int, nn.Parameter] = {}
-        for owner, name, parameter in held:
-            if id(parameter) not in made:
-                shape = shapes.get(id(parameter), parameter.shape)
-                blank = torch.empty((), dtype=parameter.dtype, device=parameter.device)
-                made[id(parameter)] = nn.Parameter(
-                    blank.expand(shape), requires_grad=parameter.requires_grad
-                )
-            owner._parameters[name] = made[id(parameter)]
-        try:
-            yield
-        finally:
-            for owner, name, parameter in held:
-                owner._parameters[name] = parameter
+        return replaced(self._module, lambda p: blank_like(p, shape=shapes.get(id(p))))
 
     def restore(self) -> None:
         """Makes plain, whole parameters again. Collective over the tensor axis."""

@@ -17,6 +17,7 @@ from seqcomp.lowering.along import running_sum_form, tokens_form, window_form
 from seqcomp.lowering.chunks import chunk_loss_pass
 from seqcomp.lowering.context import Graph, LoweringContext, Pass, Traced
 from seqcomp.lowering.dropout import KEYS, dropout_form, pair_dropout
+from seqcomp.lowering.fsdp_units import fsdp_units_pass
 from seqcomp.lowering.gradients import sum_gradients_pass
 from seqcomp.lowering.hoist import hoist_shards_pass
 from seqcomp.lowering.outputs import output_boundary_pass
@@ -25,7 +26,6 @@ from seqcomp.lowering.redistribute import Redistributor
 from seqcomp.lowering.sizes import global_sizes_pass, size_emitter
 from seqcomp.lowering.snapshot import keep_global_pass
 from seqcomp.lowering.tilings import tiling_of
-from seqcomp.lowering.units import units_pass
 from seqcomp.placement.assign import assign
 from seqcomp.placement.repeated import repeated_work
 from seqcomp.placement.rule import Decision
@@ -315,7 +315,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("redistribute", redistribute_pass, ("placement",), ("local",)),
     Pass("output_boundary", output_boundary_pass, ("local",), ("outputs",)),
     Pass("chunk_loss", chunk_loss_pass, ("local", "outputs"), ()),
-    Pass("units", units_pass, ("local", "outputs"), ("units",)),
-    Pass("sum_gradients", sum_gradients_pass, ("placement", "local", "units"), ("gradients",)),
+    Pass("fsdp_units", fsdp_units_pass, ("local", "outputs"), ("fsdp_units",)),
+    Pass("sum_gradients", sum_gradients_pass, ("placement", "local", "fsdp_units"), ("gradients",)),
     Pass("hoist_shards", hoist_shards_pass, ("local", "outputs"), ("hoisted",)),
 )

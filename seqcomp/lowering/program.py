@@ -49,7 +49,7 @@ class Program:
     grad: bool  # lowered with gradients on
     aliases: Mapping[str, Sequence[str]]  # all names of each tensor that has several
     checkpoints: Mapping[tuple[str, str], Rerun]  # by path and token of calls that run again
-    units: tuple[str, ...] | None = None  # modules that may be sharded by themselves (fsdp)
+    fsdp_units: tuple[str, ...] | None = None  # modules that may be sharded by themselves (fsdp)
     unmet: tuple[Diagnostic, ...] = ()  # why it may be compiled, but not called
     kept: Snapshot | None = None  # the global graph, where the verifier asked for it
 

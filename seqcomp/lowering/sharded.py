@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.lowering.blanks import blank_like, replaced
+from seqcomp.lowering.fsdp_units import owner
 from seqcomp.lowering.parameters import Cut
-from seqcomp.lowering.units import owner
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.runtime.comm import RankContext, mesh_dim
 from seqcomp.runtime.fsdp import (
@@ -209,30 +210,13 @@ class ShardedParameters:
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
         """For a capture: the modules as they were, with full parameters that take no memory."""
-        held = [
-            (owner, name, parameter)
-            for owner in self._module.modules()
-            for name, parameter in owner._parameters.items()
-            if parameter is not None
-        ]
-        made: dict[int, nn.Parameter] = {}
-        for place, name, parameter in held:
-            if id(parameter) not in made:
-                kind = parameter.dtype
-                if self._dtype is not None and kind.is_floating_point:
-                    kind = self._dtype
-                device = parameter.device if self.units is None else self._context.device
-                blank = torch.empty((), dtype=kind, device=device)
-                made[id(parameter)] = nn.Parameter(
-                    blank.expand(parameter.shape), requires_grad=parameter.requires_grad
-                )
-            place._parameters[name] = made[id(parameter)]
-        try:
-            with as_plain(self._parts()):
-                yield
-        finally:
-            for place, name, parameter in held:
-                place._parameters[name] = parameter
+        device = None if self.units is None else self._context.device
+
+        def blank(parameter: nn.Parameter) -> nn.Parameter:
+            return blank_like(parameter, dtype=self._dtype, device=device)
+
+        with replaced(self._module, blank), as_plain(self._parts()):
+            yield
 
     # --- afterwards ----------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from torch.fx import Node
 from seqcomp.capture.edit import op_name
 from seqcomp.layout.parts import part_size
 from seqcomp.lowering import ops
+from seqcomp.lowering.fsdp_units import owner
 from seqcomp.lowering.program import Program
 from seqcomp.lowering.sharded import PRECISIONS, sharding_axes
-from seqcomp.lowering.units import owner
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.report.local import Saved
 from seqcomp.report.memory import saved_bytes
@@ -93,7 +93,7 @@ def _state_rows(
     on_host: bool,
 ) -> Iterator[FootprintRow]:
     used = parameters_of(program)
-    fsdp = resolved.plan.strategies.fsdp if program.units is not None else None
+    fsdp = resolved.plan.strategies.fsdp if program.fsdp_units is not None else None
     ways = math.prod(resolved.axes[a] for a in sharding_axes(resolved)[0]) if fsdp else 1
     counts = {
         n: shard_size(program, n, values[n], ways) if fsdp else values[n].numel() for n in used
@@ -125,13 +125,13 @@ def _state_rows(
 def _gathered(
     program: Program, values: Values, low: torch.dtype | None, reshard: bool
 ) -> FootprintRow:
-    assert program.units is not None
-    units: dict[str, int] = dict.fromkeys(("", *program.units), 0)
+    assert program.fsdp_units is not None
+    units: dict[str, int] = dict.fromkeys(("", *program.fsdp_units), 0)
     for node in parameters_of(program):
         value: Tensor = values[node]
         wide = not (low and value.is_floating_point())
         element = value.element_size() if wide or low is None else low.itemsize
-        units[owner(name_of(program, node), program.units)] += value.numel() * element
+        units[owner(name_of(program, node), program.fsdp_units)] += value.numel() * element
     root = units.pop("")
     largest = sorted(units.values())[-2:] if reshard else units.values()
     what = "the two largest blocks (one is fetched while another computes)"
@@ -155,7 +155,7 @@ def _logits(program: Program, values: Values) -> Iterator[FootprintRow]:
     if head is not None:
         value: Tensor = values[head]
         shape = " x ".join(map(str, value.shape))
-        yield FootprintRow("logits", _bytes(value), False, f"{shape}, {_name(value)}")
+        yield FootprintRow("logits", value.nbytes, False, f"{shape}, {_name(value)}")
 
 
 def _head(program: Program) -> Node | None:
@@ -189,11 +189,7 @@ def _outputs(program: Program, values: Values) -> Iterator[FootprintRow]:
         if isinstance(value, Tensor) and value.dim():
             shape = " x ".join(map(str, value.shape))
             note = f"{shape}, {_name(value)}"
-            yield FootprintRow(f"output {name}", _bytes(value), False, note)
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+            yield FootprintRow(f"output {name}", value.nbytes, False, note)
 
 
 def _name(x: Tensor) -> str:

@@ -20,7 +20,7 @@ from seqcomp.lowering import ops
 from seqcomp.lowering.program import Program
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.report.memory import Again
-from seqcomp.report.sharded import fsdp_rows
+from seqcomp.report.sharded import fsdp_steps
 from seqcomp.runtime.attention import kernels
 from seqcomp.strategies.base import AttentionShape, Kind, Phase
 from seqcomp.strategies.compose import attention_steps
@@ -109,8 +109,8 @@ def comm_rows(
         if again.sends(node):
             found.extend(replace(r, phase="backward") for r in rows if r.phase == "forward")
     found.extend(
-        CommRow(label, kind, axis, 1, sent, phase, overlappable=True)
-        for label, kind, axis, sent, phase in fsdp_rows(program, values, resolved)
+        CommRow(label, s.kind, s.axis, s.count, s.bytes_sent, s.phase, s.overlappable)
+        for label, s in fsdp_steps(program, values, resolved)
     )
     return tuple(_merged(found))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,39 +13,35 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import scope_of
 from seqcomp.layout.parts import part_size
+from seqcomp.lowering.fsdp_units import owner
 from seqcomp.lowering.program import Program
 from seqcomp.lowering.sharded import PRECISIONS, shard_dim, sharding_axes
-from seqcomp.lowering.units import owner
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.runtime.comm import mesh_dim
-from seqcomp.strategies.base import Kind, Phase
-
-Row = tuple[str, Kind, str, int, Phase]
-"""Label, kind, axes, bytes, phase of one collective that computation can hide."""
+from seqcomp.strategies.base import CommStep
+from seqcomp.strategies.data import Fsdp
 
 
-def fsdp_rows(
+def fsdp_steps(
     program: Program, values: Mapping[Node, Any], resolved: ResolvedPlan
-) -> Iterator[Row]:
-    """The collectives of every unit in one call and its backward, in the order of the forward.
+) -> Iterator[tuple[str, CommStep]]:
+    """The steps of every unit in one call and its backward, by label, the root first.
 
-    Shards are padded to equal sizes, and count as they travel. Source: PyTorch FSDP, Zhao et al.,
-    2023: all-gather before use, again in backward where freed, reduce-scatter of gradients;
-    hybrid sharding sums the shards over the ranks that replicate them.
+    Shards are padded to equal sizes, and count as they travel.
     """
-    if program.units is None:
+    if program.fsdp_units is None:
         return
     strategy = resolved.plan.strategies.fsdp
     assert strategy is not None
     shards, replicas = sharding_axes(resolved)
     ways, copies = (math.prod(resolved.axes[a] for a in axes) for axes in (shards, replicas))
     low = PRECISIONS.get(strategy.mixed_precision)
-    calls = _calls(program)
+    calls = {"": 1, **_calls(program)}
     parameters = parameters_of(program)
-    for unit in ("", *program.units):
-        if unit and unit not in calls:
+    for unit in ("", *program.fsdp_units):
+        if unit not in calls:
             continue
-        members = [n for n in parameters if owner(name_of(program, n), program.units) == unit]
+        members = [n for n in parameters if owner(name_of(program, n), program.fsdp_units) == unit]
         sizes = {n: shard_size(program, n, values[n], ways) for n in members}
         given = sum(
             size * (low if low and values[n].is_floating_point() else values[n].dtype).itemsize
@@ -55,18 +52,21 @@ def fsdp_rows(
             for n, size in sizes.items()
             if values[n].requires_grad and parameters[n] and program.grad
         )
-        label, times = (f"fsdp {unit}", calls[unit]) if unit else ("fsdp", 1)
-        axis = mesh_dim(shards)
-        if ways > 1 and given:
-            for _ in range(times):
-                yield label, "all_gather", axis, (ways - 1) * given, "forward"
-                if strategy.reshard and unit and program.grad:
-                    yield label, "all_gather", axis, (ways - 1) * given, "backward"
-        if ways > 1 and learnt:
-            yield label, "reduce_scatter", axis, (ways - 1) * learnt, "backward"
-        if copies > 1 and learnt:
-            sent = 2 * (copies - 1) * learnt // copies
-            yield label, "all_reduce", mesh_dim(replicas), sent, "backward"
+        # Torch keeps the root's parameters from forward to backward.
+        fsdp = Fsdp(
+            ways,
+            mesh_dim(shards),
+            reshard=strategy.reshard and bool(unit) and program.grad,
+            replicas=copies,
+            replica_axis=mesh_dim(replicas),
+        )
+        for step in fsdp.gradient_steps(ways * given, ways * learnt):
+            again = calls[unit] if step.kind == "all_gather" else 1
+            total = again * step.bytes_sent
+            yield (
+                f"fsdp {unit}".rstrip(),
+                replace(step, count=again, bytes_sent=total),
+            )
 
 
 def parameters_of(program: Program) -> dict[Node, bool]:

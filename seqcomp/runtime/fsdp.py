@@ -53,7 +53,7 @@ class CountedAllGather(_Counted, AllGather):
             rows = self._comm.all_gather(input_tensor, phase=phase, label=self._label)
             output_tensor.copy_(rows.view(-1))
             return None
-        self._comm.count("all_gather", (self._comm.size - 1) * _nbytes(input_tensor), phase,
+        self._comm.count("all_gather", (self._comm.size - 1) * input_tensor.nbytes, phase,
                          self._label)  # fmt: skip
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
@@ -76,7 +76,7 @@ class CountedReduceScatter(_Counted, ReduceScatter):
                 self._comm.reduce_scatter(rows, phase="backward", label=self._label)
             )
             return None
-        sent = _nbytes(input_tensor) // self._comm.size * (self._comm.size - 1)
+        sent = input_tensor.nbytes // self._comm.size * (self._comm.size - 1)
         self._comm.count("reduce_scatter", sent, "backward", self._label)
         return dist.reduce_scatter_single(
             output_tensor, input_tensor, group=group, op=op, async_op=async_op
@@ -87,16 +87,12 @@ class CountedAllReduce(_Counted):
     """Counts the sum of shards over the ranks that replicate them (HSDP); called after it."""
 
     def __call__(self, reduced: Tensor) -> None:
-        sent = 2 * (self._comm.size - 1) * _nbytes(reduced) // self._comm.size
+        sent = 2 * (self._comm.size - 1) * reduced.nbytes // self._comm.size
         self._comm.count("all_reduce", sent, "backward", self._label)
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 def shard_again(parts: Sequence[FSDPModule]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from seqcomp.strategies.base import AttentionShape, CommStep, part
+from seqcomp.strategies.base import AttentionShape, CommStep, Kind, Phase, part
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,16 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Fsdp:
-    """Parameters sharded over ``degree`` ranks along ``axis``."""
+    """Parameters sharded over ``degree`` ranks along ``axis``.
+
+    With ``replicas`` > 1 along ``replica_axis`` as many groups hold the same shards (HSDP).
+    """
 
     degree: int
     axis: str = "data"
     reshard: bool = True
+    replicas: int = 1
+    replica_axis: str = ""
 
     def legal_degrees(self, shape: AttentionShape) -> None:
         """Any degree: shards may be uneven."""
@@ -52,12 +57,26 @@ class Fsdp:
         del shape
         return ()
 
-    def gradient_steps(self, parameter_bytes: int) -> tuple[CommStep, ...]:
-        """All-gather before use (again in backward if resharded), reduce-scatter of gradients."""
-        if self.degree == 1:
-            return ()
-        sent = part((self.degree - 1) * parameter_bytes, self.degree)
-        gather = CommStep("all_gather", self.axis, sent, 1, "forward", True)
-        again = CommStep("all_gather", self.axis, sent, 1, "backward", True)
-        scatter = CommStep("reduce_scatter", self.axis, sent, 1, "backward", True)
-        return (gather, again, scatter) if self.reshard else (gather, scatter)
+    def gradient_steps(
+        self, parameter_bytes: int, gradient_bytes: int | None = None
+    ) -> tuple[CommStep, ...]:
+        """All-gather before use (again in backward if resharded), reduce-scatter of gradients.
+
+        gradient_bytes: of what is trained, as it is summed; like the parameters by default. Shards
+        are then summed over the replicas. What has no bytes takes no step.
+        """
+        learnt = parameter_bytes if gradient_bytes is None else gradient_bytes
+        again = (("all_gather", "backward"),) if self.reshard else ()
+        gathers: tuple[tuple[Kind, Phase], ...] = (("all_gather", "forward"), *again)
+        scatter: tuple[Kind, Phase] = ("reduce_scatter", "backward")
+        moved = [(kind, phase, parameter_bytes) for kind, phase in gathers]
+        steps = [
+            CommStep(kind, self.axis, part((self.degree - 1) * size, self.degree), 1, phase, True)
+            for kind, phase, size in [*moved, (*scatter, learnt)]
+            if self.degree > 1 and size
+        ]
+        if self.replicas > 1 and learnt:
+            shard = part(learnt, self.degree)
+            sent = 2 * (self.replicas - 1) * shard // self.replicas
+            steps.append(CommStep("all_reduce", self.replica_axis, sent, 1, "backward", True))
+        return tuple(steps)

@@ -90,7 +90,7 @@ def observe_rank(
     compiled, order = of(model), list(shapes)
     program, _ = compiled.last_program()
     share = Share(*data, compiled.token_index().cpu())
-    sharded = program.units is not None
+    sharded = program.fsdp_units is not None
     seen = _differentiated(
         model,
         outputs,

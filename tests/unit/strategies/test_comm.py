@@ -156,6 +156,12 @@ def test_gradients_of_parameters() -> None:
     assert total_bytes(Data(4).gradient_steps(1000)) == 1500
     assert total_bytes(Fsdp(4).gradient_steps(1000)) == 2250
     assert total_bytes(Fsdp(4, reshard=False).gradient_steps(1000)) == 1500
+    # Half of the parameters trained, and their shards of 125 summed over 2 replicas.
+    hybrid = Fsdp(4, replicas=2, replica_axis="data").gradient_steps(1000, 500)
+    assert [(s.kind, s.bytes_sent) for s in hybrid] == [
+        ("all_gather", 750), ("all_gather", 750), ("reduce_scatter", 375), ("all_reduce", 125),
+    ]  # fmt: skip
+    assert {s.kind for s in Fsdp(4).gradient_steps(1000, 0)} == {"all_gather"}
 
 
 def test_layers_of_a_plan() -> None:

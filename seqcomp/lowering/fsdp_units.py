@@ -46,14 +46,14 @@ def owner(name: str, units: Iterable[str]) -> str:
     return next((path for path in units if f"{name}.".startswith(f"{path}.")), "")
 
 
-def units_pass(graph: Graph, context: LoweringContext) -> Graph:
+def fsdp_units_pass(graph: Graph, context: LoweringContext) -> Graph:
     """Drops the units of which a parameter is used outside of the unit's own calls."""
-    if context.units is None:
+    if context.fsdp_units is None:
         return graph
     for node in graph.nodes:
         if node.op != "placeholder" or node.name not in context.capture.parameters:
             continue
-        unit = owner(context.capture.state[node.name], context.units)
+        unit = owner(context.capture.state[node.name], context.fsdp_units)
         if not unit:
             continue
         if not all(
@@ -61,7 +61,7 @@ def units_pass(graph: Graph, context: LoweringContext) -> Graph:
             for user in node.users
             if user.op != "output"
         ):
-            context.units = tuple(path for path in context.units if path != unit)
+            context.fsdp_units = tuple(path for path in context.fsdp_units if path != unit)
     return graph
 
 
