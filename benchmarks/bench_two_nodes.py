@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
-import sys
 import tempfile
 import time
 from functools import partial
@@ -23,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from namespaces import two_machines
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +30,7 @@ from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime.attention import AttentionPlan, attention
 from seqcomp.runtime.dist import process_context
 
-NODES, LOCAL = 2, 2
+LOCAL = 2
 STRATEGIES = {"ring across, ulysses inside": (2, 2), "ulysses across": (1, 4)}
 
 
@@ -76,48 +75,23 @@ def work(args: argparse.Namespace) -> None:
 
 def launch(args: argparse.Namespace, mbit: int | None, out: Path) -> dict[str, dict[str, float]]:
     """Both machines' torchrun, over a link of a rate; what rank 0 found."""
-    spaces = [f"seqcomp{os.getpid()}{side}" for side in "ab"]
+    options = [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items() if v]
     running: list[subprocess.Popen[bytes]] = []
-    try:
-        for space in spaces:
-            shell("ip", "netns", "add", space)
-        ends = [
-            (f"sq{side}{os.getpid() % 10**6}", space)
-            for side, space in zip("ab", spaces, strict=True)
-        ]
-        shell("ip", "link", "add", ends[0][0], "type", "veth", "peer", "name", ends[1][0])
-        for number, (link, space) in enumerate(ends):
-            shell("ip", "link", "set", link, "netns", space)
-            inside = ("ip", "netns", "exec", space)
-            shell(*inside, "ip", "addr", "add", f"10.99.0.{number + 1}/24", "dev", link)
-            shell(*inside, "ip", "link", "set", link, "up")
-            shell(*inside, "ip", "link", "set", "lo", "up")
-            if mbit is not None:
-                limit = ("rate", f"{mbit}mbit", "burst", "64kb", "latency", "200ms")
-                shell(*inside, "tc", "qdisc", "add", "dev", link, "root", "tbf", *limit)
-        for number, (link, space) in enumerate(ends):
-            options = [f"--{k.replace('_', '-')}={v}" for k, v in vars(args).items() if v]
-            command = [
-                "ip", "netns", "exec", space, sys.executable, "-m", "torch.distributed.run",
-                f"--nnodes={NODES}", f"--nproc-per-node={LOCAL}", f"--node-rank={number}",
-                "--master-addr=10.99.0.1", "--master-port=29533", __file__, *options,
-                f"--out={out}",
-            ]  # fmt: skip
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": "1"}
-            running.append(subprocess.Popen(command, env=environment))
-        for process in running:
-            if process.wait(timeout=600):
-                raise SystemExit(f"torchrun ended with {process.returncode}")
-        return json.loads(out.read_text())
-    finally:
-        for process in running:
-            process.terminate()
-        for space in spaces:
-            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
-
-
-def shell(*command: str) -> None:
-    subprocess.run(command, check=True)
+    with two_machines(mbit) as machines:
+        try:
+            for number, machine in enumerate(machines):
+                command = machine.torchrun(
+                    number, machines[0], LOCAL, __file__, *options, f"--out={out}"
+                )
+                running.append(subprocess.Popen(command, env=machine.environment()))
+            for process in running:
+                if process.wait(timeout=600):
+                    raise SystemExit(f"torchrun ended with {process.returncode}")
+        finally:
+            for process in running:
+                process.terminate()
+    found: dict[str, dict[str, float]] = json.loads(out.read_text())
+    return found
 
 
 def main() -> None:

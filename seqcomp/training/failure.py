@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from types import FrameType, TracebackType
 from typing import Any
@@ -50,6 +51,9 @@ class Watch:
     stderr and the process ends with EXIT_CODE. Any other error that leaves the block is told to the
     other ranks. Does nothing in a job of one process.
 
+    A second thread talks to the store, because a call of it has no end where the store's host has
+    vanished without closing its connections.
+
     silence_s: how long a rank of another host may show no beat; a stopped process is silent too.
     Making one is collective, over the ranks of the default process group.
     """
@@ -73,8 +77,9 @@ class Watch:
         for census in (self._census, theirs):
             census.wait_for_all()
         main = threading.get_ident()
+        asking = _Asking(theirs, _Beats(theirs, self._silence_s / self._beat_s))
         self._thread = threading.Thread(
-            target=self._look, args=(theirs, main), name="seqcomp-watch", daemon=True
+            target=self._look, args=(asking, main), name="seqcomp-watch", daemon=True
         )
         self._thread.start()
         return self
@@ -102,13 +107,12 @@ class Watch:
             raise lost.error(f"{type(error).__name__}: {error}") from error
         census.report(census.rank, f"failed with {type(error).__name__}: {str(error)[:500]}")
 
-    def _look(self, census: Census, main: int) -> None:
-        beats = _Beats(census, self._silence_s / self._beat_s)
-        lost: Lost | None = None
-        while lost is None:
+    def _look(self, asking: _Asking, main: int) -> None:
+        asking.start(self._done, self._beat_s)
+        while (lost := asking.lost(self._silence_s)) is None:
             if self._done.wait(self._beat_s):
+                asking.join(self._beat_s)
                 return
-            lost = beats.next() or census.find()
         if self._done.wait(self._grace_s):
             return
         stack = traceback.format_stack(sys._current_frames().get(main))
@@ -116,6 +120,38 @@ class Watch:
             sys.stderr.write(f"{''.join(stack)}{lost.error('the call above')}\n")
             sys.stderr.flush()
         os._exit(EXIT_CODE)
+
+
+class _Asking:
+    """What the store says of the other ranks, asked in a thread of its own."""
+
+    def __init__(self, census: Census, beats: _Beats) -> None:
+        self._census, self._beats = census, beats
+        self._lost: Lost | None = None
+        self._answered = time.monotonic()
+        self._thread: threading.Thread | None = None
+
+    def start(self, done: threading.Event, every_s: float) -> None:
+        """Asks until `done`, or until a rank is lost."""
+        self._thread = threading.Thread(
+            target=self._ask, args=(done, every_s), name="seqcomp-watch-store", daemon=True
+        )
+        self._thread.start()
+
+    def join(self, wait_s: float) -> None:
+        """Waits for the thread, but not for a store that is silent."""
+        assert self._thread is not None
+        self._thread.join(wait_s)
+
+    def lost(self, silence_s: float) -> Lost | None:
+        """Who is lost: the store's host where it has not answered for so long."""
+        silent = time.monotonic() - self._answered > silence_s
+        return self._lost or (STORE_GONE if silent else None)
+
+    def _ask(self, done: threading.Event, every_s: float) -> None:
+        while self._lost is None and not done.wait(every_s):
+            self._lost = self._beats.next() or self._census.find()
+            self._answered = time.monotonic()
 
 
 class _Beats:
