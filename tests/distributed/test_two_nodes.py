@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.namespaces import Machine, two_machines, why_not
-
 from seqcomp.runtime.lost import has_ended
 
 pytestmark = [
