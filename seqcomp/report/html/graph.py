@@ -1,0 +1,231 @@
+"""The regions of a program as a picture, and the same in words."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from importlib.resources import files
+
+from seqcomp.report.graph import Flow, Region, Regions
+from seqcomp.report.html.markup import Markup, clean, el, joined, plural, scrolled
+from seqcomp.report.layered import Box, Drawing, Point, layered
+from seqcomp.report.render import readable
+
+WIDTH, LINE, PAD = 236.0, 15.0, 9.0
+LETTERS = 35
+"""Letters of one line of a box."""
+MARGIN = 12.0
+
+
+def graph_section(graph: Regions) -> Markup:
+    picture = scrolled("the graph of regions", graph_svg(graph))
+    listed = el("ol", *_sentences(graph), class_="sentences")
+    return joined(
+        (
+            el("p", *_lead(graph)),
+            picture,
+            el("details", el("summary", "The same in words"), listed),
+        )
+    )
+
+
+def standalone(graph: Regions, title: str) -> str:
+    """An SVG document."""
+    style = files("seqcomp.report.html").joinpath("graph.css").read_text(encoding="utf-8")
+    return f"{graph_svg(graph, title=title, style=Markup(style))}\n"
+
+
+def graph_text(graph: Regions) -> str:
+    """One line for each region and for what it gives."""
+    names = {r.id: r for r in graph.regions}
+    lines = []
+    for region in graph.regions:
+        lines.append(f"{region.id:>3}  {_title(region)}  {_where(region)}{_sends(region)}".rstrip())
+        lines += [
+            f"       -> {f.target} {names[f.target].label}: {readable(f.bytes)}; "
+            + "; ".join(f.values)
+            for f in graph.flows
+            if f.source == region.id
+        ]
+    return clean("\n".join(lines))
+
+
+def _lead(graph: Regions) -> Iterable[str]:
+    yield (
+        "Local work in boxes, redistributions in rounded ones, from top to bottom as in the "
+        "forward. At the edges: the shape of a value on one rank, where it lives, and its bytes."
+    )
+    for paths in graph.repeats:
+        yield f" {paths[0]} stands for {plural(len(paths), 'equal block')}."
+
+
+def graph_svg(graph: Regions, *, title: str = "", style: Markup | None = None) -> Markup:
+    """The picture; `title` and `style` where it stands alone."""
+    lines = {r.id: _lines(r) for r in graph.regions}
+    boxes = {i: Box(WIDTH, 2 * PAD + LINE * len(text) - 3) for i, text in lines.items()}
+    drawn = layered(boxes, [(f.source, f.target) for f in graph.flows])
+    wide, high = drawn.width + 2 * MARGIN, drawn.height + 2 * MARGIN
+    content = [
+        _frames(graph, drawn, boxes),
+        *(_arrow(flow, drawn.paths[flow.source, flow.target]) for flow in graph.flows),
+        *(_box(r, lines[r.id], drawn.corners[r.id], boxes[r.id]) for r in graph.regions),
+        *(_label(flow, drawn.paths[flow.source, flow.target]) for flow in graph.flows),
+    ]
+    head = [el("title", title)] if title else []
+    head += [el("style", style)] if style else []
+    paper = [el("rect", width=wide, height=high, class_="paper")] if style else []
+    counted = f"{plural(len(graph.regions), 'region')}, {plural(len(graph.flows), 'edge')}"
+    return el(
+        "svg", *head, *paper,
+        el("g", *content, transform=f"translate({MARGIN:g} {MARGIN:g})"),
+        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {wide:g} {high:g}", width=wide,
+        height=high, class_="graph", role="img",
+        aria_label=f"graph of {counted}" + ("" if style else "; the list below has the same"),
+    )  # fmt: skip
+
+
+def _lines(region: Region) -> list[str]:
+    where = _where(region)
+    lines = [_short(_title(region))]
+    if where:
+        lines.append(_short(where))
+    if region.forward or region.backward:
+        lines.append(f"sends {readable(region.forward)} / {readable(region.backward)} back")
+    return lines
+
+
+def _title(region: Region) -> str:
+    many = f" x {region.times}" if region.times > 1 else ""
+    counted = f", {plural(region.ops, 'operation')}" if region.kind == "work" else ""
+    return f"{region.label}{counted}{many}"
+
+
+def _where(region: Region) -> str:
+    """Modules without the block that they share."""
+    if region.kind in ("input", "output"):
+        return ""
+    prefix = f"{region.block}."
+    own = [m.removeprefix(prefix) for m in region.modules if m]
+    last = list(dict.fromkeys(m for m in own if not any(o.startswith(f"{m}.") for o in own)))
+    return ", ".join(last)
+
+
+def _sends(region: Region) -> str:
+    if not (region.forward or region.backward):
+        return ""
+    return f"  sends {readable(region.forward)} forward, {readable(region.backward)} backward"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…"
+
+
+def _box(region: Region, lines: list[str], corner: Point, box: Box) -> Markup:
+    x, y = corner
+    texts = [
+        el(
+            "text",
+            line,
+            x=x + PAD,
+            y=y + PAD + LINE * (i + 1) - 6,
+            class_="head" if not i else None,
+        )
+        for i, line in enumerate(lines)
+    ]
+    return el(
+        "g",
+        el("title", f"{_title(region)}: {', '.join(m or 'the root' for m in region.modules)}"),
+        el("rect", x=x, y=y, width=box.width, height=box.height, class_=f"box {region.kind}",
+           rx=0 if region.kind == "work" else 12),
+        *texts,
+    )  # fmt: skip
+
+
+def _arrow(flow: Flow, points: tuple[Point, ...]) -> Markup:
+    path = f"M{points[0][0]:.1f} {points[0][1]:.1f}"
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        half = (y0 + y1) / 2
+        straight = abs(x0 - x1) < 0.5
+        path += (
+            f"L{x1:.1f} {y1:.1f}"
+            if straight
+            else f"C{x0:.1f} {half:.1f} {x1:.1f} {half:.1f} {x1:.1f} {y1:.1f}"
+        )
+    x, y = points[-1]
+    tip = f"M{x - 4:.1f} {y - 7:.1f}L{x:.1f} {y:.1f}L{x + 4:.1f} {y - 7:.1f}"
+    return el("path", d=path + tip, class_="arrow")
+
+
+def _label(flow: Flow, points: tuple[Point, ...]) -> Markup:
+    (x0, y0), (x1, y1) = points[0], points[1]
+    first = flow.values[0].split(": ")[-1] if flow.values else ""
+    more = f" (+{len(flow.values) - 1})" if len(flow.values) > 1 else ""
+    text = ", ".join(filter(None, (f"{first}{more}", readable(flow.bytes))))
+    wide = 6.1 * len(text) + 8
+    x, y = (x0 + x1) / 2, (y0 + y1) / 2
+    return el(
+        "g",
+        el("title", "; ".join(flow.values)),
+        el("rect", x=x - wide / 2, y=y - 8, width=wide, height=16, class_="tag"),
+        el("text", text, x=x, y=y + 4, text_anchor="middle", class_="flow"),
+    )
+
+
+def _frames(graph: Regions, drawn: Drawing, boxes: dict[int, Box]) -> Markup:
+    """A frame round each block whose regions stand together."""
+    blocks: dict[str, list[int]] = {}
+    for region in graph.regions:
+        if region.block:
+            blocks.setdefault(region.block, []).append(region.id)
+    frames = []
+    for block, members in blocks.items():
+        (x0, y0), (x1, y1) = _around(members, drawn, boxes)
+        others = [r.id for r in graph.regions if r.id not in members]
+        if any(_overlaps((x0, y0, x1, y1), i, drawn, boxes) for i in others):
+            continue
+        times = next(r.times for r in graph.regions if r.id == members[0])
+        name = f"{block} x {times}" if times > 1 else block
+        frames.append(
+            el("rect", x=x0 - 8, y=y0 - 20, width=x1 - x0 + 16, height=y1 - y0 + 28,
+               class_="block", rx=6)
+        )  # fmt: skip
+        frames.append(el("text", clean(name), x=x0, y=y0 - 7, class_="head"))
+    return el("g", *frames)
+
+
+def _around(members: list[int], drawn: Drawing, boxes: dict[int, Box]) -> tuple[Point, Point]:
+    corners = [drawn.corners[i] for i in members]
+    ends = [
+        (drawn.corners[i][0] + boxes[i].width, drawn.corners[i][1] + boxes[i].height)
+        for i in members
+    ]
+    return (
+        (min(x for x, _ in corners), min(y for _, y in corners)),
+        (max(x for x, _ in ends), max(y for _, y in ends)),
+    )
+
+
+def _overlaps(
+    frame: tuple[float, float, float, float], index: int, drawn: Drawing, boxes: dict[int, Box]
+) -> bool:
+    (x, y), box = drawn.corners[index], boxes[index]
+    x0, y0, x1, y1 = frame
+    return x < x1 + 8 and x + box.width > x0 - 8 and y < y1 + 8 and y + box.height > y0 - 20
+
+
+def _sentences(graph: Regions) -> Iterable[Markup]:
+    names = {r.id: r for r in graph.regions}
+    for region in graph.regions:
+        given = [
+            el("li", f"to {_title(names[f.target])}: {'; '.join(f.values)}, {readable(f.bytes)}")
+            for f in graph.flows
+            if f.source == region.id
+        ]
+        where = _where(region)
+        yield el(
+            "li",
+            el("b", _title(region)),
+            f" in {where}" if where else "",
+            _sends(region),
+            el("ul", *given) if given else "",
+        )
