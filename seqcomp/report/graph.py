@@ -160,9 +160,11 @@ def _value_text(node: Node, value: Any) -> str:
         return ""
     shape = " x ".join(map(str, value.shape)) or "scalar"
     dtype = str(value.dtype).removeprefix("torch.")
-    spec = node.meta.get("spec")
-    place = f": {placement_text(spec)}" if isinstance(spec, Spec) else ""
-    return f"{shape} {dtype}{place}"
+    spec, op = node.meta.get("spec"), node.target
+    place = placement_text(spec) if isinstance(spec, Spec) else ""
+    if not place and isinstance(op, ops.Shard):  # made for several users at once
+        place = f"dim {op.dim} over {'+'.join(op.axes)}"
+    return f"{shape} {dtype}" + (f": {place}" if place else "")
 
 
 def placement_text(spec: Spec) -> str:

@@ -37,7 +37,7 @@ def layered(
     boxes: Mapping[int, Box],
     edges: Iterable[tuple[int, int]],
     *,
-    gap: Point = (28.0, 46.0),
+    gap: Point = (28.0, 54.0),
     bend: float = 14.0,
 ) -> Drawing:
     """gap: between boxes of a layer, and between layers. bend: width kept for an edge."""

@@ -16,8 +16,12 @@ from seqcomp.layout.travel import travel_of
 from seqcomp.lowering import ops
 from seqcomp.lowering.program import Program
 
-EMPTY, PARTIAL, FULL, UNKNOWN = ".", "/", "#", "?"
-"""Kinds of tiles: nobody sees, some pairs, all pairs, the data of a call decides."""
+EMPTY, FULL, LOWER, UPPER, PARTIAL, UNKNOWN = ".", "#", "L", "U", "/", "?"
+"""Kinds of tiles: no pair is seen; all; some, with the last query and the first key but not the
+first query and the last key (LOWER), or the other way round (UPPER), or else (PARTIAL); the data of
+a call decides."""
+PARTS = (LOWER, UPPER, PARTIAL)
+"""Kinds of which some pairs are seen."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,7 @@ def _grid(
         for source, k in columns:
             area = visible_area(rule, (q,), (k,))
             areas[rank][source] += area
-            whole = FULL if area == len(q) * len(k) else PARTIAL
-            line += UNKNOWN if mask is None else EMPTY if not area else whole
+            line += UNKNOWN if mask is None else _kind(rule, q, k, area)
         kinds.append(line)
     travel = travel_of(rule, layout, keys) if queries == keys else None
     return TileGrid(
@@ -118,6 +121,13 @@ def _grid(
         transport=transport,
         divided=divided,
     )
+
+
+def _kind(mask: Mask, q: range, k: range, area: int) -> str:
+    if area in (0, len(q) * len(k)):
+        return FULL if area else EMPTY
+    lower, upper = (bool(mask.visible(i, j)) for i, j in ((q[-1], k[0]), (q[0], k[-1])))
+    return PARTIAL if lower == upper else LOWER if lower else UPPER
 
 
 def _text(name: str, mask: Mask | None) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib.resources import files
 
 from seqcomp.report.graph import Flow, Region, Regions
@@ -12,9 +14,13 @@ from seqcomp.report.layered import Box, Drawing, Point, layered
 from seqcomp.report.render import readable
 
 WIDTH, LINE, PAD = 236.0, 15.0, 9.0
-LETTERS = 35
-"""Letters of one line of a box."""
+LETTERS, BOLD = 37, 31
+"""Letters of one line of a box, and of its first."""
 MARGIN = 12.0
+TAG = 14.0
+"""Height of what an edge carries."""
+FRAME = 16.0
+"""Room above for the name of a frame."""
 
 
 def graph_section(graph: Regions) -> Markup:
@@ -53,7 +59,8 @@ def graph_text(graph: Regions) -> str:
 def _lead(graph: Regions) -> Iterable[str]:
     yield (
         "Local work in boxes, redistributions in rounded ones, from top to bottom as in the "
-        "forward. At the edges: the shape of a value on one rank, where it lives, and its bytes."
+        "forward; what they send is said for forward and backward. At the edges: where a value "
+        "lives (S(1) ring: dim 1 is cut over ring; P: summands; whole) and its bytes on one rank."
     )
     for paths in graph.repeats:
         yield f" {paths[0]} stands for {plural(len(paths), 'equal block')}."
@@ -64,12 +71,15 @@ def graph_svg(graph: Regions, *, title: str = "", style: Markup | None = None) -
     lines = {r.id: _lines(r) for r in graph.regions}
     boxes = {i: Box(WIDTH, 2 * PAD + LINE * len(text) - 3) for i, text in lines.items()}
     drawn = layered(boxes, [(f.source, f.target) for f in graph.flows])
-    wide, high = drawn.width + 2 * MARGIN, drawn.height + 2 * MARGIN
+    tags = list(_tags(graph, drawn))
+    left = max([0.0, *(tag.half - tag.x for tag in tags)]) + MARGIN
+    right = max([drawn.width, *(tag.x + tag.half for tag in tags)]) + MARGIN
+    wide, high = left + right, drawn.height + 2 * MARGIN + FRAME
     content = [
         _frames(graph, drawn, boxes),
         *(_arrow(flow, drawn.paths[flow.source, flow.target]) for flow in graph.flows),
         *(_box(r, lines[r.id], drawn.corners[r.id], boxes[r.id]) for r in graph.regions),
-        *(_label(flow, drawn.paths[flow.source, flow.target]) for flow in graph.flows),
+        *map(_label, tags),
     ]
     head = [el("title", title)] if title else []
     head += [el("style", style)] if style else []
@@ -77,7 +87,7 @@ def graph_svg(graph: Regions, *, title: str = "", style: Markup | None = None) -
     counted = f"{plural(len(graph.regions), 'region')}, {plural(len(graph.flows), 'edge')}"
     return el(
         "svg", *head, *paper,
-        el("g", *content, transform=f"translate({MARGIN:g} {MARGIN:g})"),
+        el("g", *content, transform=f"translate({left:.1f} {MARGIN + FRAME:g})"),
         xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {wide:g} {high:g}", width=wide,
         height=high, class_="graph", role="img",
         aria_label=f"graph of {counted}" + ("" if style else "; the list below has the same"),
@@ -86,9 +96,9 @@ def graph_svg(graph: Regions, *, title: str = "", style: Markup | None = None) -
 
 def _lines(region: Region) -> list[str]:
     where = _where(region)
-    lines = [_short(_title(region))]
+    lines = [_short(_title(region), BOLD)]
     if where:
-        lines.append(_short(where))
+        lines.append(_short(where, LETTERS))
     if region.forward or region.backward:
         lines.append(f"sends {readable(region.forward)} / {readable(region.backward)} back")
     return lines
@@ -116,8 +126,8 @@ def _sends(region: Region) -> str:
     return f"  sends {readable(region.forward)} forward, {readable(region.backward)} backward"
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…"
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _box(region: Region, lines: list[str], corner: Point, box: Box) -> Markup:
@@ -156,19 +166,50 @@ def _arrow(flow: Flow, points: tuple[Point, ...]) -> Markup:
     return el("path", d=path + tip, class_="arrow")
 
 
-def _label(flow: Flow, points: tuple[Point, ...]) -> Markup:
-    (x0, y0), (x1, y1) = points[0], points[1]
-    first = flow.values[0].split(": ")[-1] if flow.values else ""
-    more = f" (+{len(flow.values) - 1})" if len(flow.values) > 1 else ""
-    text = ", ".join(filter(None, (f"{first}{more}", readable(flow.bytes))))
-    wide = 6.1 * len(text) + 8
-    x, y = (x0 + x1) / 2, (y0 + y1) / 2
+@dataclass(frozen=True)
+class _Tag:
+    """What an edge carries, with the middle of its place and half its width."""
+
+    flow: Flow
+    text: str
+    x: float
+    y: float
+    half: float
+
+    def hits(self, other: _Tag) -> bool:
+        near = abs(self.x - other.x) < self.half + other.half
+        return near and abs(self.y - other.y) < TAG
+
+
+def _tags(graph: Regions, drawn: Drawing) -> Iterator[_Tag]:
+    """At the middle of the first part of each edge; side by side, or one over the other."""
+    taken: list[_Tag] = []
+    for flow in graph.flows:
+        (x0, y0), (x1, y1) = drawn.paths[flow.source, flow.target][:2]
+        text = _carried(flow)
+        tags = [
+            _Tag(flow, text, (x0 + x1) / 2, (y0 + y1) / 2 + TAG * row, 2.8 * len(text) + 5)
+            for row in (0, -1, 1)
+        ]
+        taken.append(next((t for t in tags if not any(map(t.hits, taken))), tags[0]))
+        yield taken[-1]
+
+
+def _label(tag: _Tag) -> Markup:
     return el(
         "g",
-        el("title", "; ".join(flow.values)),
-        el("rect", x=x - wide / 2, y=y - 8, width=wide, height=16, class_="tag"),
-        el("text", text, x=x, y=y + 4, text_anchor="middle", class_="flow"),
-    )
+        el("title", "; ".join(tag.flow.values)),
+        el("rect", x=tag.x - tag.half, y=tag.y - TAG / 2, width=2 * tag.half, height=TAG,
+           class_="tag"),
+        el("text", tag.text, x=tag.x, y=tag.y + 3.6, text_anchor="middle", class_="flow"),
+    )  # fmt: skip
+
+
+def _carried(flow: Flow) -> str:
+    first = flow.values[0].split(": ")[-1] if flow.values else ""
+    first = re.sub(r"dim (\d+) over ", r"S(\1) ", first).replace("summands over ", "P ")
+    more = f" (+{len(flow.values) - 1})" if len(flow.values) > 1 else ""
+    return ", ".join(filter(None, (f"{first}{more}", readable(flow.bytes))))
 
 
 def _frames(graph: Regions, drawn: Drawing, boxes: dict[int, Box]) -> Markup:

@@ -32,7 +32,7 @@ def _finding(item: Diagnostic) -> Markup:
         el("p", el("span", item.severity, class_="severity"), " ", el("b", item.code),
            f" at {item.where}: " if item.where else ": ", item.message),
         el("dl", *pairs) if pairs else "",
-        class_=f"finding {item.severity}",
+        class_=f"finding is-{item.severity}",
     )  # fmt: skip
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from seqcomp.report.attention import CONVENTION, WorkRow
 from seqcomp.report.html.markup import Markup, el, joined, percent, plural, table
 from seqcomp.report.render import count_of, pattern
-from seqcomp.report.tiles import EMPTY, FULL, PARTIAL, UNKNOWN, TileGrid
+from seqcomp.report.tiles import EMPTY, FULL, LOWER, PARTIAL, PARTS, UNKNOWN, UPPER, TileGrid
 
 MOST_LABELS = 16
 """Blocks along a side up to which cells say their step."""
@@ -16,7 +17,9 @@ SIZE = 320.0
 LEFT, TOP = 44.0, 22.0
 NAMES = {
     FULL: "full: every query sees every key",
-    PARTIAL: "partial: some pairs, under a mask",
+    LOWER: "partial: a query sees the keys before it",
+    UPPER: "partial: a query sees the keys after it, as at the far edge of a window",
+    PARTIAL: "partial: some pairs in another pattern",
     EMPTY: "empty: skipped",
     UNKNOWN: "at most: the data of a call decides",
 }
@@ -65,15 +68,11 @@ def _picture(grid: TileGrid, title: str) -> Markup:
     )
     high, wide = SIZE / len(rows), SIZE / len(columns)
     labels = max(len(rows), len(columns)) <= MOST_LABELS
-    step_of = {offset: step for step, offset in enumerate(grid.steps)}
-    cells = []
-    for y, q in enumerate(rows):
-        for x, k in enumerate(columns):
-            kind = grid.kinds[q][k]
-            rank, source = grid.blocks[q][0], grid.keys[k][0]
-            step = step_of.get((rank - source) % grid.ring)
-            label = str(step) if labels and kind != EMPTY and step is not None else ""
-            cells.append(_cell(kind, LEFT + x * wide, TOP + y * high, wide, high, label))
+    cells = [
+        _cell(kind, LEFT + x * wide, TOP + y * high, count * wide, high, label)
+        for y, q in enumerate(rows)
+        for x, count, kind, label in _runs(grid, q, columns, labels)
+    ]
     every = -(-len(rows) // MOST_LABELS)
     names = [
         el("text", f"rank {grid.blocks[q][0]}", x=LEFT - 5, y=TOP + (y + 0.5) * high + 3.5,
@@ -104,12 +103,37 @@ def _picture(grid: TileGrid, title: str) -> Markup:
     )
 
 
+def _runs(
+    grid: TileGrid, q: int, columns: Sequence[int], labels: bool
+) -> Iterator[tuple[int, int, str, str]]:
+    """(place, length, kind, step) along one row; equal neighbours are one where none is named."""
+    step_of = {offset: str(step) for step, offset in enumerate(grid.steps)}
+    if labels:
+        for x, k in enumerate(columns):
+            kind, distance = grid.kinds[q][k], grid.blocks[q][0] - grid.keys[k][0]
+            label = step_of.get(distance % grid.ring, "") if kind != EMPTY else ""
+            yield x, 1, kind, label
+        return
+    x = 0
+    for kind, run in itertools.groupby(grid.kinds[q][k] for k in columns):
+        count = len(list(run))
+        pieces = range(x, x + count) if kind in PARTS else (x,)
+        for at in pieces:
+            yield at, 1 if kind in PARTS else count, kind, ""
+        x += count
+
+
 def _cell(kind: str, x: float, y: float, wide: float, high: float, label: str) -> Markup:
-    names = {FULL: "full", PARTIAL: "partial", EMPTY: "empty", UNKNOWN: "unknown"}
-    parts = [el("rect", x=x, y=y, width=wide, height=high, class_=f"cell {names[kind]}")]
-    if kind == PARTIAL:
-        corner = f"{x:g},{y:g} {x:g},{y + high:g} {x + wide:g},{y + high:g}"
-        parts.append(el("polygon", points=corner, class_="seen"))
+    name = {FULL: "full", EMPTY: "empty", UNKNOWN: "unknown"}.get(kind, "partial")
+    parts = [el("rect", x=x, y=y, width=wide, height=high, class_=f"cell {name}")]
+    ends = {
+        LOWER: ((0, 0), (0, 1), (1, 1)),
+        UPPER: ((0, 0), (1, 0), (1, 1)),
+        PARTIAL: ((0, 0), (0.3, 0), (1, 0.7), (1, 1), (0.7, 1), (0, 0.3)),
+    }.get(kind)
+    if ends:
+        points = " ".join(f"{x + wide * right:g},{y + high * down:g}" for right, down in ends)
+        parts.append(el("polygon", points=points, class_="seen"))
     if label:
         middle = {"x": x + wide / 2, "y": y + high / 2 + 3.8}
         parts.append(el("text", label, **middle, text_anchor="middle", class_="step"))
@@ -130,11 +154,13 @@ def _bars(grid: TileGrid, row: WorkRow | None) -> Markup:
             el("span", f"ring rank {rank}", class_="who"),
             el("span", el("i", style=f"width:{100 * n / most:.3f}%"), class_="bar work",
                aria_hidden="true"),
-            el("span", f"{most_text}{count_of(n)} pairs, {percent(n / mean)} of the mean"),
+            el("span", f"{most_text}{count_of(n)} pairs, {percent(n / mean)}"),
         )
         for rank, n in enumerate(pairs)
     ]  # fmt: skip
-    return el("ol", *lines, class_="bars", aria_label="visible pairs of each ring rank")
+    head = "Visible pairs of each ring rank, and percent of the mean"
+    bars = el("ol", *lines, class_="bars", aria_label=head)
+    return el("div", el("p", f"{head}:", class_="note"), bars)
 
 
 def _schedule(grid: TileGrid) -> Markup:

@@ -67,6 +67,7 @@ def _event(row: CommRow, left: float, wide: float, paths: Sequence[str]) -> Mark
     times = f" in {row.count}" if row.count > 1 else ""
     size = f"{'at most ' if row.at_most else ''}{readable(row.bytes_sent)}{times}"
     module = row.module.replace(f"{paths[0]}.", "", 1) if paths[0] else row.module
+    module = "the layer" if module == paths[0] != "" else module or "the root"
     when = "can overlap" if row.overlappable else "exposed"
     bar = el(
         "i",
