@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from seqcomp.cli.explain import explain
+from seqcomp.cli.graph import graph
 from seqcomp.cli.validate import validate
 from seqcomp.cli.verify import verify
 
@@ -24,6 +25,7 @@ def build_app() -> typer.Typer:
     app.command()(validate)
     app.command()(verify)
     app.command()(explain)
+    app.command()(graph)
     return app
 
 

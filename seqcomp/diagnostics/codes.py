@@ -69,6 +69,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Real ranks import the functions that build the model and its inputs by name."),
     ("SC026", "error", "the model does not fit this machine",
      "The verifier holds a copy of the model, and its gradients, for every rank."),
+    ("SC028", "error", "no such module in the program",
+     "A graph is drawn of a module that the forward calls."),
     # --- mesh, axes, world ----------------------------------------------------------------
     ("SC101", "error", "a strategy uses an axis that the mesh does not have",
      "Every axis named by a strategy is an entry of mesh."),

@@ -89,6 +89,12 @@ class Report:
             "findings": [finding.to_json() for finding in self.findings],
         }
 
+    def to_html(self, *, title: str = "", budget: int | None = None) -> str:
+        """One page that needs no network and no other file; `budget`: bytes of one rank."""
+        from seqcomp.report.html.page import to_html
+
+        return to_html(self, title=title, budget=budget)
+
     def __str__(self) -> str:
         axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         forward, backward = (readable(self.bytes_sent(p)) for p in ("forward", "backward"))

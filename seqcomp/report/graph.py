@@ -65,6 +65,10 @@ class Regions:
             "repeats": [list(paths) for paths in self.repeats],
         }
 
+    def has(self, path: str) -> bool:
+        """Whether a region is in the module of that path."""
+        return any(_is_in(module, path) for r in self.regions for module in r.modules)
+
     def within(self, path: str) -> Regions:
         """The regions of one module, and those beside it that it takes from or gives to."""
         inside = {r.id for r in self.regions if any(_is_in(module, path) for module in r.modules)}

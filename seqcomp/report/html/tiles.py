@@ -82,8 +82,9 @@ def _picture(grid: TileGrid, title: str) -> Markup:
     what = "stripe of each rank" if striped else "position"
     head = el("text", f"keys by {what} →", x=LEFT, y=TOP - 8, class_="name")
     seen = [k for k in NAMES if any(k in line for line in grid.kinds)]
+    frame = el("rect", x=LEFT, y=TOP, width=SIZE, height=SIZE, class_="cell")
     picture = el(
-        "svg", *cells, *names, head,
+        "svg", frame, *cells, *names, head,
         viewBox=f"0 0 {LEFT + SIZE + 2:g} {TOP + SIZE + 2:g}", role="img", class_="grid",
         aria_label=f"tiles of the {title}: queries by {what} from top to bottom, keys from left to "
         "right. The table of steps says the same in words.",
@@ -117,6 +118,9 @@ def _runs(
     x = 0
     for kind, run in itertools.groupby(grid.kinds[q][k] for k in columns):
         count = len(list(run))
+        if kind == EMPTY:
+            x += count
+            continue
         pieces = range(x, x + count) if kind in PARTS else (x,)
         for at in pieces:
             yield at, 1 if kind in PARTS else count, kind, ""
@@ -160,6 +164,9 @@ def _bars(grid: TileGrid, row: WorkRow | None) -> Markup:
     ]  # fmt: skip
     head = "Visible pairs of each ring rank, and percent of the mean"
     bars = el("ol", *lines, class_="bars", aria_label=head)
+    if len(pairs) > MOST_LABELS:
+        spread = f"{percent(min(pairs) / mean)} to {percent(most / mean)}"
+        return el("details", el("summary", f"{head}: {spread}"), bars)
     return el("div", el("p", f"{head}:", class_="note"), bars)
 
 
