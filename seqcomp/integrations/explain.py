@@ -103,16 +103,19 @@ def graph(
     """
 
     def of(what: Lowered) -> Regions:
-        graphs = (part for part in _graphs(what) if not module or part.has(module))
-        found = next(graphs, None)
-        if found is None:
-            known = dict.fromkeys(p.path for p in what.program.pieces if p.path)
-            raise PlanError(
-                diagnostic("SC028", where="module", found=module, legal=tuple(known)[:40])
-            )
-        return found.within(module)
+        return regions_in(what, module)
 
     return lowered(model, plan, of, seq_len=seq_len, batch=batch, dtype=dtype)
+
+
+def regions_in(what: Lowered, module: str) -> Regions:
+    """As `graph`, of a model that is lowered already."""
+    graphs = (part for part in _graphs(what) if not module or part.has(module))
+    found = next(graphs, None)
+    if found is None:
+        known = dict.fromkeys(p.path for p in what.program.pieces if p.path)
+        raise PlanError(diagnostic("SC028", where="module", found=module, legal=tuple(known)[:40]))
+    return found.within(module)
 
 
 def _graphs(what: Lowered) -> Iterator[Regions]:

@@ -60,8 +60,8 @@ class Regions:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "regions": [asdict(region) for region in self.regions],
-            "flows": [asdict(flow) for flow in self.flows],
+            "regions": [asdict(r) | {"modules": list(r.modules)} for r in self.regions],
+            "flows": [asdict(f) | {"values": list(f.values)} for f in self.flows],
             "repeats": [list(paths) for paths in self.repeats],
         }
 
