@@ -39,25 +39,24 @@ def test_no_cycles_and_everything_is_somewhere(what: Lowered) -> None:
         assert data["values"]
         assert found.nodes[source]["level"] < found.nodes[target]["level"]
     outside = [d for _, d in found.nodes(data=True) if d["kind"] in ("input", "output")]
-    assert [d["members"][0] for d in outside if d["kind"] == "input"] == ["ids", "labels"]
+    assert [d["members"][0] for d in outside if d["kind"] == "input"] == ["input_ids", "labels"]
     assert sum(d["kind"] == "output" for d in outside) == 2
 
 
 def test_equal_blocks_are_drawn_once(what: Lowered) -> None:
-    """The first layer also scatters what the embedding gives; the others are alike."""
     program = what.program
     inputs = program.capture.inputs
     whole, folded = (region_graph(program.flat, inputs, fold=fold) for fold in (False, True))
-    assert folded.graph["repeats"] == (Repeat(("layers.1", "layers.2")),)
+    assert folded.graph["repeats"] == (Repeat(("layers.0", "layers.1", "layers.2")),)
     blocks = [data["block"] for _, data in folded.nodes(data=True)]
-    assert set(blocks) == {"", "layers.0", "layers.1"}
+    assert set(blocks) == {"", "layers.0"}
     each = sum(data["block"] == "layers.2" for _, data in whole.nodes(data=True))
-    assert each == blocks.count("layers.1") > 4
-    assert len(whole) == len(folded) + each
+    assert each == blocks.count("layers.0") > 4
+    assert len(whole) == len(folded) + 2 * each
     # What follows the last block follows the one that is drawn.
     norm = next(n for n, d in folded.nodes(data=True) if "norm" in d["modules"])
     before = {folded.nodes[n]["block"] for n in folded.predecessors(norm)}
-    assert "layers.1" in before
+    assert "layers.0" in before
 
 
 @pytest.mark.parametrize(
