@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx as nx
@@ -237,9 +237,16 @@ def _signature(path: str, members: Sequence[Node]) -> tuple[Any, ...]:
     place = {node: i for i, node in enumerate(members)}
     return tuple(
         (
-            str(node.target).replace(path, "*"),
+            _told(node.target).replace(path, "*"),
             module_path(node).replace(path, "*"),
             tuple(place.get(operand, -1) for operand in node.all_input_nodes),
         )
         for node in members
     )
+
+
+def _told(target: Any) -> str:
+    """Every dropout has a number of its own, which says nothing about what it does."""
+    if isinstance(target, ops.Dropout | ops.DropPairs):
+        target = replace(target, number=0)
+    return str(target)

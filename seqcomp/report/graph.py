@@ -138,7 +138,7 @@ def _label(kind: str, members: list[Node], outputs: Mapping[str, str]) -> str:
         return f"input {first.name}"
     if kind == "output":
         return f"output {outputs.get(first.name, first.name)}"
-    if kind == "work":
+    if kind == "work" and not (len(members) == 1 and isinstance(first.target, ops.Op)):
         return "local work"
     return operation_text(first.target) + (f" ({len(members)} values)" if members[1:] else "")
 
@@ -150,6 +150,10 @@ def operation_text(op: Any) -> str:
     match op:
         case ops.Attention():
             return "attention"
+        case ops.MaskTiling():
+            return "tiles of a mask"
+        case ops.DropPairs():
+            return "numbers for dropout"
         case ops.Shard() | ops.Part() | ops.PadPart():
             return f"own part over {axes}"
         case ops.VocabularyLoss():
@@ -159,7 +163,7 @@ def operation_text(op: Any) -> str:
 
 def _value_text(node: Node, value: Any) -> str:
     if isinstance(value, tuple | list):
-        return f"{len(value)} values"
+        return "" if not value else f"{len(value)} values" if value[1:] else "1 value"
     if not isinstance(value, Tensor):
         return ""
     shape = " x ".join(map(str, value.shape)) or "scalar"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -14,7 +16,7 @@ from seqcomp.report.layered import Box, Drawing, Point, layered
 from seqcomp.report.render import readable
 
 WIDTH, LINE, PAD = 236.0, 15.0, 9.0
-LETTERS, BOLD = 37, 31
+LETTERS, BOLD = 34, 31
 """Letters of one line of a box, and of its first."""
 MARGIN = 12.0
 TAG = 14.0
@@ -49,7 +51,7 @@ def graph_text(graph: Regions) -> str:
         lines.append(f"{region.id:>3}  {_title(region)}  {_where(region)}{_sends(region)}".rstrip())
         lines += [
             f"       -> {f.target} {names[f.target].label}: {readable(f.bytes)}; "
-            + "; ".join(f.values)
+            + _counted(f.values)
             for f in graph.flows
             if f.source == region.id
         ]
@@ -96,7 +98,7 @@ def graph_svg(graph: Regions, *, title: str = "", style: Markup | None = None) -
 
 def _lines(region: Region) -> list[str]:
     where = _where(region)
-    lines = [_short(_title(region), BOLD)]
+    lines = textwrap.wrap(_title(region), BOLD, max_lines=2, placeholder="…")
     if where:
         lines.append(_short(where, LETTERS))
     if region.forward or region.backward:
@@ -132,13 +134,14 @@ def _short(text: str, most: int) -> str:
 
 def _box(region: Region, lines: list[str], corner: Point, box: Box) -> Markup:
     x, y = corner
+    bold = len(lines) - bool(_where(region)) - bool(region.forward or region.backward)
     texts = [
         el(
             "text",
             line,
             x=x + PAD,
             y=y + PAD + LINE * (i + 1) - 6,
-            class_="head" if not i else None,
+            class_="head" if i < bold else None,
         )
         for i, line in enumerate(lines)
     ]
@@ -198,11 +201,17 @@ def _tags(graph: Regions, drawn: Drawing) -> Iterator[_Tag]:
 def _label(tag: _Tag) -> Markup:
     return el(
         "g",
-        el("title", "; ".join(tag.flow.values)),
+        el("title", _counted(tag.flow.values)),
         el("rect", x=tag.x - tag.half, y=tag.y - TAG / 2, width=2 * tag.half, height=TAG,
            class_="tag"),
         el("text", tag.text, x=tag.x, y=tag.y + 3.6, text_anchor="middle", class_="flow"),
     )  # fmt: skip
+
+
+def _counted(values: Iterable[str]) -> str:
+    """Equal ones once, with their number."""
+    counts = Counter(values)
+    return "; ".join(text + (f" ({n} times)" if n > 1 else "") for text, n in counts.items())
 
 
 def _carried(flow: Flow) -> str:
@@ -258,7 +267,7 @@ def _sentences(graph: Regions) -> Iterable[Markup]:
     names = {r.id: r for r in graph.regions}
     for region in graph.regions:
         given = [
-            el("li", f"to {_title(names[f.target])}: {'; '.join(f.values)}, {readable(f.bytes)}")
+            el("li", f"to {_title(names[f.target])}: {_counted(f.values)}, {readable(f.bytes)}")
             for f in graph.flows
             if f.source == region.id
         ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from seqcomp.diagnostics import Diagnostic
@@ -14,23 +16,33 @@ Rows = Iterable[tuple[str, ...]]
 
 
 def findings_section(findings: Iterable[Diagnostic]) -> Markup:
+    """Those that differ in their places only are one."""
     ordered = sorted(findings, key=lambda d: ("error", "warning", "note").index(d.severity))
     if not ordered:
         return el("p", "None: nothing is degraded.")
-    return el("ul", *map(_finding, ordered), class_="findings")
+    places: dict[Diagnostic, list[str]] = {}
+    for item in ordered:
+        places.setdefault(replace(item, where=""), []).append(item.where)
+    return el("ul", *itertools.starmap(_finding, places.items()), class_="findings")
 
 
-def _finding(item: Diagnostic) -> Markup:
+def _finding(item: Diagnostic, places: list[str]) -> Markup:
     told = [
         (name, _text(value))
         for name, value in (("found", item.found), ("allowed", item.legal), ("fix", item.help))
         if value
     ]
     pairs = [part for name, text in told for part in (el("dt", name), el("dd", text))]
+    first, *others = dict.fromkeys(filter(None, places)) or ("",)
+    more = [
+        el("summary", f"and at {plural(len(others), 'more place')}"),
+        el("ul", *(el("li", place) for place in others)),
+    ]
     return el(
         "li",
         el("p", el("span", item.severity, class_="severity"), " ", el("b", item.code),
-           f" at {item.where}: " if item.where else ": ", item.message),
+           f" at {first}: " if first else ": ", item.message),
+        el("details", *more) if others else "",
         el("dl", *pairs) if pairs else "",
         class_=f"finding is-{item.severity}",
     )  # fmt: skip
