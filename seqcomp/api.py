@@ -56,7 +56,8 @@ class Compiled(CompiledModule):
 
     def regions(self) -> nx.DiGraph[int]:
         """Regions of local work and the redistributions between them, of the last program."""
-        return region_graph(self.last_program()[0].flat)
+        program, _ = self.last_program()
+        return region_graph(program.flat, program.capture.inputs)
 
     def token_index(self, length: int | None = None) -> Tensor:
         """Global positions of this rank's tokens [S / P], of the last call or of `length`.

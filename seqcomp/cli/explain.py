@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import traceback
-from enum import StrEnum
 from typing import Annotated
 
 import typer
 
+from seqcomp.cli.dtypes import Dtype
 from seqcomp.cli.reading import reading
+from seqcomp.cli.refusal import refusal, write
 from seqcomp.diagnostics import PlanError
 
-EXPLAINED, REFUSED, WRONG_USAGE = 0, 1, 2
-
-
-class Dtype(StrEnum):
-    """Of weights and buffers."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-    fp64 = "fp64"
+EXPLAINED = 0
 
 
 def explain(
@@ -41,6 +32,14 @@ def explain(
     dtype: Annotated[
         Dtype | None, typer.Option(help="Of weights and buffers; the model's own otherwise.")
     ] = None,
+    html: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write a page of it, which needs no other file."),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(min=0, help="Memory of one rank in GiB, drawn on the page."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object to standard output.")
     ] = False,
@@ -57,18 +56,11 @@ def explain(
         with reading(model):
             from seqcomp.integrations.explain import explain as run
 
-            report = run(
-                model, plan, seq_len=seq_len, batch=batch, dtype=dtype.value if dtype else None
-            )
+            report = run(model, plan, seq_len=seq_len, batch=batch, dtype=dtype)
     except PlanError as error:
-        if debug:
-            traceback.print_exc()
-        for item in error.diagnostics:
-            typer.echo(str(item), err=True)
-        if as_json:
-            found = [item.to_json() for item in error.diagnostics]
-            typer.echo(json.dumps({"source": plan, "diagnostics": found}, indent=2))
-        usage = any(item.code == "SC020" for item in error.diagnostics)
-        raise typer.Exit(WRONG_USAGE if usage else REFUSED) from None
+        raise refusal(error, {"source": plan}, as_json=as_json, debug=debug) from None
+    if html is not None:
+        size = None if budget is None else round(budget * 2**30)
+        write(html, report.to_html(title=f"{plan}, {model}", budget=size))
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else f"{plan}: {report}")
     raise typer.Exit(EXPLAINED)

@@ -13,9 +13,11 @@ from typing import Annotated
 
 import typer
 
+from seqcomp.cli.dtypes import VerifiedDtype, torch_name
+from seqcomp.cli.refusal import refusal
 from seqcomp.diagnostics import PlanError
 
-EQUAL, DIFFERENT, WRONG_USAGE = 0, 1, 2
+EQUAL, DIFFERENT = 0, 1
 _USAGE = {"SC020", "SC021", "SC026", "SC309", "SC921"}
 
 
@@ -24,14 +26,6 @@ class Backend(StrEnum):
 
     lockstep = "lockstep"
     gloo = "gloo"
-
-
-class Dtype(StrEnum):
-    """Of weights and floating inputs."""
-
-    float64 = "float64"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 class Mode(StrEnum):
@@ -62,7 +56,9 @@ def verify(
     backend: Annotated[
         Backend, typer.Option(help="Ranks as threads of this process, or as gloo processes.")
     ] = Backend.lockstep,
-    dtype: Annotated[Dtype, typer.Option(help="fp64 proves most.")] = Dtype.float64,
+    dtype: Annotated[
+        VerifiedDtype, typer.Option(help="Of weights and floating inputs; fp64 proves most.")
+    ] = VerifiedDtype.fp64,
     mode: Annotated[Mode, typer.Option(help="Mode of the module.")] = Mode.eval,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that ranks may take.")] = 600.0,
     as_json: Annotated[
@@ -85,11 +81,11 @@ def verify(
     try:
         loaded = load_plan(plan)
         ranks = math.prod(loaded.mesh.values())
-        require_memory(model, dtype.value, ranks + 1)
+        require_memory(model, torch_name(dtype), ranks + 1)
         data = math.prod(loaded.mesh[axis] for axis in resolve(loaded).batch_axes)
         with _progress(shown=sys.stderr.isatty()) as progress:
             report = run(
-                SampleModel(model, dtype.value, mode.value),
+                SampleModel(model, torch_name(dtype), mode.value),
                 plan,
                 inputs_fn=SampleInputs(model, batch or 2 * data, seq_len),
                 backend=backend.value,
@@ -97,11 +93,8 @@ def verify(
                 progress=progress,
             )
     except PlanError as error:
-        if debug:
-            traceback.print_exc()
-        _refuse(plan, error, as_json=as_json)
-        codes = {item.code for item in error.diagnostics}
-        raise typer.Exit(WRONG_USAGE if codes & _USAGE else DIFFERENT) from None
+        head = {"plan": plan, "ok": False}
+        raise refusal(error, head, as_json=as_json, debug=debug, usage=_USAGE) from None
     except (RuntimeError, TimeoutError) as error:
         if debug:
             traceback.print_exc()
@@ -109,18 +102,6 @@ def verify(
         raise typer.Exit(DIFFERENT) from None
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else str(report))
     raise typer.Exit(EQUAL if report.ok else DIFFERENT)
-
-
-def _refuse(plan: str, error: PlanError, *, as_json: bool) -> None:
-    for item in error.diagnostics:
-        typer.echo(str(item), err=True)
-    if as_json:
-        found = {
-            "plan": plan,
-            "ok": False,
-            "diagnostics": [item.to_json() for item in error.diagnostics],
-        }
-        typer.echo(json.dumps(found, indent=2))
 
 
 @contextmanager

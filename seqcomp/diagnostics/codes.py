@@ -75,6 +75,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "A cluster file names a device and two links, or writes them out, each number with a source."),
     ("SC029", "error", "the cluster has no speed in this dtype",
      "A device has peak_tflops for the dtypes that it computes in."),
+    ("SC032", "error", "no such module in the program",
+     "A graph is drawn of a module that the forward calls."),
     # --- mesh, axes, world ----------------------------------------------------------------
     ("SC101", "error", "a strategy uses an axis that the mesh does not have",
      "Every axis named by a strategy is an entry of mesh."),

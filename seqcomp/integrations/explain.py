@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,16 @@ from seqcomp.lowering.binding import bound_call
 from seqcomp.lowering.blanks import blank_like, replaced
 from seqcomp.lowering.build import Request, build_program
 from seqcomp.lowering.compiled import compiled_of
+from seqcomp.lowering.program import Program
 from seqcomp.lowering.sharded import PRECISIONS
 from seqcomp.plan.reader import describe
 from seqcomp.plan.resolve import ResolvedPlan, resolve
 from seqcomp.report.build import Report, build_report
+from seqcomp.report.graph import Regions, regions_of
+from seqcomp.report.local import local_values
 from seqcomp.runtime.threads import ThreadWorld
+
+T = TypeVar("T")
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -31,8 +36,23 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "fp16": torch.float16,
         "fp32": torch.float32,
         "fp64": torch.float64,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float32": torch.float32,
+        "float64": torch.float64,
     }
 )
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A model lowered for a mesh that need not exist, and the sizes of one call of it."""
+
+    program: Program
+    batch: int | None
+    length: int | None
+    resolved: ResolvedPlan
+    dtypes: Mapping[str, torch.dtype]  # in which parameters are kept
 
 
 def explain(
@@ -62,6 +82,62 @@ def explain(
         PlanError: everything wrong with the plan, the model and the sizes, as ``validate`` finds
             it, and whatever stops the compilation.
     """
+    return lowered(model, plan, _report, seq_len=seq_len, batch=batch, dtype=dtype)
+
+
+def graph(
+    model: nn.Module | str,
+    plan: Any,
+    *,
+    seq_len: int,
+    batch: int = 1,
+    dtype: torch.dtype | str | None = None,
+    module: str = "",
+) -> Regions:
+    """The regions of what `explain` explains, or those of the module of that path and around it.
+
+    Of equal blocks one is drawn, which is the one that `module` is in.
+
+    Raises:
+        PlanError: as `explain` does, and SC032 for a module that the forward does not call.
+    """
+
+    def of(what: Lowered) -> Regions:
+        return regions_in(what, module)
+
+    return lowered(model, plan, of, seq_len=seq_len, batch=batch, dtype=dtype)
+
+
+def regions_in(what: Lowered, module: str) -> Regions:
+    """As `graph`, of a model that is lowered already."""
+    graphs = (part for part in _graphs(what) if not module or part.has(module))
+    found = next(graphs, None)
+    if found is None:
+        known = dict.fromkeys(p.path for p in what.program.pieces if p.path)
+        raise PlanError(diagnostic("SC032", where="module", found=module, legal=tuple(known)[:40]))
+    return found.within(module)
+
+
+def _graphs(what: Lowered) -> Iterator[Regions]:
+    """With one block drawn for all that are equal, then with all of them."""
+    report = _report(what)
+    assert report.graph is not None
+    yield report.graph
+    program, axes = what.program, what.resolved.axes
+    values = local_values(program, what.batch, what.length, axes)
+    yield regions_of(program, values, report.events, fold=False)
+
+
+def lowered(
+    model: nn.Module | str,
+    plan: Any,
+    then: Callable[[Lowered], T],
+    *,
+    seq_len: int,
+    batch: int = 1,
+    dtype: torch.dtype | str | None = None,
+) -> T:
+    """What `then` makes of the lowered model; arguments and errors as of `explain`."""
     checked = run_validation(plan, seq_len=seq_len)
     found = [*checked.diagnostics, *count_of("batch", batch)[1], *_unknown(dtype)]
     try:
@@ -74,7 +150,7 @@ def explain(
     resolved = resolve(checked.plan, seq_len=seq_len, module_paths=paths)
     wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
     try:
-        return _report(module, resolved, seq_len, batch, wanted)
+        return then(_lowered(module, resolved, seq_len, batch, wanted))
     except PlanError:
         raise
     except Exception as error:
@@ -84,9 +160,9 @@ def explain(
         raise PlanError(diagnostic("SC022", where=where, found=reason)) from error
 
 
-def _report(
+def _lowered(
     module: nn.Module, resolved: ResolvedPlan, length: int, batch: int, dtype: torch.dtype | None
-) -> Report:
+) -> Lowered:
     fsdp = resolved.plan.strategies.fsdp
     low = PRECISIONS.get(fsdp.mixed_precision) if fsdp else None
     kept = {
@@ -111,10 +187,14 @@ def _report(
             Request(module, call, dims, sizes, resolved, "explain", sharded=sharded)
         )
     raise_for_errors(program.unmet)
-    # On meta: what depends on the device of the calls is left open.
-    rank = ThreadWorld(dict(resolved.axes), device=torch.device("meta")).context(0)
     sizes = program.sizes(sizes)
-    return build_report(program, sizes.batch, sizes.length, resolved, rank, kept)
+    return Lowered(program, sizes.batch, sizes.length, resolved, kept)
+
+
+def _report(what: Lowered) -> Report:
+    # On meta: what depends on the device of the calls is left open.
+    rank = ThreadWorld(dict(what.resolved.axes), device=torch.device("meta")).context(0)
+    return build_report(what.program, what.batch, what.length, what.resolved, rank, what.dtypes)
 
 
 def _plain(model: Any) -> nn.Module:

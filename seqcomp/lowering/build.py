@@ -71,6 +71,8 @@ def build_program(request: Request) -> Program:
     if context.capture.length != LENGTH_SYMBOL:
         _refuse_padding(request, facts)
     kept = snapshot(graph, context)
+    for node, traced in context.traced.items():
+        node.meta["spec"] = traced.spec
     capture, attentions = context.capture, context.attentions
     graph = _lifted_constants(graph, capture.constants, capture.state)
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}

@@ -14,6 +14,7 @@ from seqcomp.lowering.program import Program
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.report.attention import CONVENTION, WorkRow, work_rows
 from seqcomp.report.footprint import FootprintRow, footprint_rows
+from seqcomp.report.graph import Regions, regions_of
 from seqcomp.report.local import Saved, local_values
 from seqcomp.report.memory import Again, MemoryRow, memory_rows
 from seqcomp.report.render import (
@@ -25,7 +26,16 @@ from seqcomp.report.render import (
     readable,
     work_table,
 )
-from seqcomp.report.rows import CommRow, KernelRow, comm_rows, kernel_rows
+from seqcomp.report.rows import (
+    CommRow,
+    Event,
+    KernelRow,
+    comm_events,
+    comm_rows,
+    kernel_rows,
+)
+from seqcomp.report.tiles import TileGrid, tile_grids
+from seqcomp.report.tokens import Tokens, tokens_of
 from seqcomp.runtime.comm import RankContext
 
 
@@ -36,8 +46,9 @@ class Report:
     Where the tensor axis does not divide a vocabulary the last ranks have a little less, and under
     a window of attention those along the ring need and send different keys: rows are this rank's.
 
-    `comm` counts one forward and its backward. `batch` is the rank's own, `length` the full one
-    (None where the model has no such dim). `mesh` lists the axes, outermost first.
+    `comm` counts one forward and its backward; `events` are its rows one by one, by operation.
+    `batch` is the rank's own, `length` the full one (None where the model has no such dim). `mesh`
+    lists the axes, outermost first. `tokens`, `tiles` and `graph` are of the whole mesh.
     """
 
     program: str
@@ -50,6 +61,10 @@ class Report:
     memory: tuple[MemoryRow, ...] = ()
     work: tuple[WorkRow, ...] = ()
     footprint: tuple[FootprintRow, ...] = ()
+    tokens: Tokens | None = None
+    tiles: tuple[TileGrid, ...] = ()
+    events: tuple[Event, ...] = ()
+    graph: Regions | None = None
 
     def bytes_sent(self, phase: str | None = None) -> int:
         """Bytes that one rank sends, in one phase or in both."""
@@ -67,8 +82,18 @@ class Report:
             "work": [row.to_json() for row in self.work],
             "footprint": [row.to_json() for row in self.footprint],
             "memory": [row.to_json() for row in self.memory],
+            "tokens": self.tokens and self.tokens.to_json(),
+            "tiles": [grid.to_json() for grid in self.tiles],
+            "events": [event.to_json() for event in self.events],
+            "graph": self.graph and self.graph.to_json(),
             "findings": [finding.to_json() for finding in self.findings],
         }
+
+    def to_html(self, *, title: str = "", budget: int | None = None) -> str:
+        """One page that needs no network and no other file; `budget`: bytes of one rank."""
+        from seqcomp.report.html.page import to_html
+
+        return to_html(self, title=title, budget=budget)
 
     def __str__(self) -> str:
         axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
@@ -109,15 +134,20 @@ def build_report(
     again = Again(program, saved)
     ring_rank = context.coords.get(resolved.ring_axis or "", 0)
     on_host = context.device.type != "cpu"
+    events = comm_events(program, values, resolved, again, ring_rank)
     return Report(
         program=program.name,
         mesh=dict(resolved.axes),
         batch=batch,
         length=length,
-        comm=comm_rows(program, values, resolved, again, ring_rank),
+        comm=comm_rows(events),
         kernels=kernel_rows(program, values, resolved, context.device),
         memory=memory_rows(program, values, saved, resolved, on_host=on_host),
         work=work_rows(program, values, resolved),
         footprint=footprint_rows(program, values, saved, resolved, dtypes, on_host=on_host),
         findings=program.findings,
+        tokens=tokens_of(program.layout, length, resolved),
+        tiles=tile_grids(program, values, resolved.ulysses_size),
+        events=events,
+        graph=regions_of(program, values, events),
     )

@@ -79,19 +79,30 @@ class KernelRow:
         return asdict(self)
 
 
-def comm_rows(
+@dataclass(frozen=True)
+class Event:
+    """What one operation `node` of the local graph sends; "" for what FSDP does around modules."""
+
+    node: str
+    row: CommRow
+
+    def to_json(self) -> dict[str, Any]:
+        return {"node": self.node, **self.row.to_json()}
+
+
+def comm_events(
     program: Program,
     values: Mapping[Node, Any],
     resolved: ResolvedPlan,
     again: Again,
     ring_rank: int = 0,
-) -> tuple[CommRow, ...]:
+) -> tuple[Event, ...]:
     """Everything that one rank sends in a call and its backward, in the order of the forward.
 
     values: as from `local_values`. again: what runs again in backward. ring_rank: the rank's place
     along the ring. Backward rows suppose that every output takes part in the loss.
     """
-    found: list[CommRow] = []
+    found: list[Event] = []
     for node in program.flat.nodes:
         rows: list[CommRow] = []
         if isinstance(node.target, ops.Attention):
@@ -105,14 +116,20 @@ def comm_rows(
             rows.extend(_rows_of(node, node.target, values, resolved))
         # A second run gathers once, for itself and for the weight gradients.
         if not (isinstance(node.target, ops.Remember) and again.inside(node)):
-            found.extend(rows)
+            found.extend(Event(node.name, row) for row in rows)
         if again.sends(node):
-            found.extend(replace(r, phase="backward") for r in rows if r.phase == "forward")
+            forward = (row for row in rows if row.phase == "forward")
+            found.extend(Event(node.name, replace(row, phase="backward")) for row in forward)
     found.extend(
-        CommRow(label, s.kind, s.axis, s.count, s.bytes_sent, s.phase, s.overlappable)
+        Event("", CommRow(label, s.kind, s.axis, s.count, s.bytes_sent, s.phase, s.overlappable))
         for label, s in fsdp_steps(program, values, resolved)
     )
-    return tuple(_merged(found))
+    return tuple(found)
+
+
+def comm_rows(events: Iterable[Event]) -> tuple[CommRow, ...]:
+    """Equal kinds of one place as one row, in the order of the forward."""
+    return tuple(_merged(event.row for event in events))
 
 
 def kernel_rows(
