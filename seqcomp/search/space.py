@@ -1,0 +1,155 @@
+"""Which compositions there are: factors of the GPU count, orders of the mesh, options.
+
+Everything here is exact and cheap integer work; what a composition costs is asked elsewhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from seqcomp.plan.legality import divisors, head_degrees, length_factor
+from seqcomp.plan.schema import Transport
+from seqcomp.search.composition import STRATEGY_OF, Checkpoint, Composition, Degrees
+from seqcomp.strategies.ring import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What may be chosen: each option in the order in which it is preferred at equal cost.
+
+    ``checkpoint`` and ``loss_chunks`` go from the fastest to the one that keeps least.
+    """
+
+    layouts: tuple[Layout, ...] = ("zigzag", "striped", "contiguous")
+    transports: tuple[Transport, ...] = ("p2p", "allgather")
+    fsdp: bool = True
+    checkpoint: tuple[Checkpoint, ...] = ("none", "selective", "block")
+    loss_chunks: tuple[int, ...] = (1, 4, 16, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the run allow.
+
+    ``heads``: (query, KV) heads of every attention; ``widths``: sizes that the tensor degree
+    divides; ``batch``: sequences of all GPUs together, which the data degree divides.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    widths: tuple[int, ...]
+    batch: int
+    length: int
+    causal: bool
+
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """P divides Hq and every width; P divides Hkv or Hkv divides P."""
+        fits = _common(head_degrees(q, kv) for q, kv in self.heads)
+        return tuple(p for p in fits if all(width % p == 0 for width in self.widths))
+
+    def ulysses_degrees(self, tensor: int) -> tuple[int, ...]:
+        """As ``head_degrees`` on the Hq/t and max(Hkv/t, 1) heads of a tensor rank."""
+        return _common(head_degrees(q // tensor, max(kv // tensor, 1)) for q, kv in self.heads)
+
+
+def _common(sets: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """What all have, ascending; without attention there is nothing to split by heads."""
+    common = [set(item) for item in sets]
+    return tuple(sorted(set.intersection(*common))) if common else (1,)
+
+
+def all_degrees(gpus: int, limits: Limits) -> Iterator[Degrees]:
+    """Every legal factorisation of ``gpus`` over data, ring, ulysses and tensor."""
+    for tensor in limits.tensor_degrees():
+        if gpus % tensor:
+            continue
+        for ulysses in limits.ulysses_degrees(tensor):
+            rest, left = divmod(gpus, tensor * ulysses)
+            if left:
+                continue
+            for data in divisors(math.gcd(rest, limits.batch)):
+                found = Degrees(data, rest // data, ulysses, tensor)
+                if (found.ring == 1 or limits.heads) and layouts_of(found, limits):
+                    yield found
+
+
+def layouts_of(degrees: Degrees, limits: Limits) -> tuple[Layout, ...]:
+    """The layouts for which the length divides; one ring rank has only the contiguous one.
+
+    Balanced layouts are for causal masks: elsewhere they cost the same and bring nothing.
+    """
+    wanted: tuple[Layout, ...] = ("contiguous",)
+    if degrees.ring > 1 and limits.causal:
+        wanted = ("zigzag", "striped", "contiguous")
+    inner = degrees.ulysses * degrees.tensor
+    return tuple(
+        layout
+        for layout in wanted
+        if limits.length % length_factor(layout, degrees.ring, inner) == 0
+    )
+
+
+def orders_of(degrees: Degrees, gpus_per_node: int) -> Iterator[tuple[str, ...]]:
+    """Orders of the mesh that differ in which axes stay within a node, the usual one first.
+
+    An axis of size n with its neighbours t ranks apart is carried by links that depend on n and
+    on min(t, GPUs of a node) alone: beyond a node all distances are alike.
+    """
+    seen = set()
+    usual = {axis: place for place, axis in enumerate(STRATEGY_OF)}
+    for order in itertools.permutations(sorted(degrees.axes, key=usual.__getitem__)):
+        strides, stride = {}, 1
+        for axis in reversed(order):
+            strides[axis] = min(stride, gpus_per_node)
+            stride *= degrees.of(axis)
+        key = tuple(sorted(strides.items()))
+        if key not in seen:
+            seen.add(key)
+            yield order
+
+
+def shardings_of(degrees: Degrees, space: Space) -> Iterator[tuple[tuple[str, ...], bool]]:
+    """(axes of fsdp, reshard): none, then every set of axes that may carry it."""
+    yield (), True
+    if not space.fsdp:
+        return
+    free = [axis for axis in degrees.axes if axis != "tensor"]
+    for count in range(len(free), 0, -1):
+        for axes in itertools.combinations(free, count):
+            yield axes, True
+            yield axes, False
+
+
+def arrangements_of(
+    degrees: Degrees, order: tuple[str, ...], limits: Limits, space: Space
+) -> Iterator[Composition]:
+    """Every choice of layout and transport; nothing sharded, nothing given up for memory."""
+    legal = layouts_of(degrees, limits)
+    layouts = [layout for layout in space.layouts if layout in legal] or list(legal)
+    transports = space.transports if degrees.ring > 1 else ("p2p",)
+    for layout, transport in itertools.product(layouts, transports):
+        yield Composition(degrees, order, layout, transport)
+
+
+def all_compositions(
+    gpus: int, limits: Limits, space: Space, gpus_per_node: int
+) -> Iterator[Composition]:
+    """The whole space, one by one."""
+    for degrees in all_degrees(gpus, limits):
+        shardings = list(shardings_of(degrees, space))
+        for order in orders_of(degrees, gpus_per_node):
+            for arranged, (axes, reshard), checkpoint, chunks in itertools.product(
+                arrangements_of(degrees, order, limits, space),
+                shardings,
+                space.checkpoint,
+                space.loss_chunks,
+            ):
+                yield replace(
+                    arranged,
+                    fsdp=tuple(axis for axis in order if axis in axes),
+                    reshard=reshard,
+                    checkpoint=checkpoint,
+                    loss_chunks=chunks,
+                )

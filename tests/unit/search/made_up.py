@@ -1,0 +1,81 @@
+"""Hand-made costs: monotone along the options of memory, arbitrary elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+
+from seqcomp.search.composition import Composition, Degrees
+from seqcomp.search.space import (
+    Limits,
+    Space,
+    all_compositions,
+    arrangements_of,
+    orders_of,
+    shardings_of,
+)
+
+NODE = 4
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    step_seconds: float
+    peak: float
+    capacity: float
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.capacity
+
+
+@dataclass
+class HandMade:
+    """Seconds and bytes from a digest of what is chosen: no order in them that code could lean on.
+
+    ``slack``: how far below the truth the bounds are, as a share.
+    """
+
+    limits: Limits
+    space: Space
+    capacity: float
+    seed: int = 0
+    slack: float = 0.0
+    asked: list[Composition] = field(default_factory=list)
+
+    def price(self, composition: Composition) -> MadeUp:
+        self.asked.append(composition)
+        start = replace(composition, checkpoint="none", loss_chunks=1)
+        given_up = self.space.checkpoint.index(composition.checkpoint)
+        chunks = self.space.loss_chunks.index(composition.loss_chunks)
+        seconds = 1 + self._digest(start) + 0.3 * given_up + 0.1 * chunks
+        return MadeUp(
+            seconds, 1 + self._digest(start, "m") - 0.2 * given_up - 0.05 * chunks, self.capacity
+        )
+
+    def floor(self, composition: Composition) -> float:
+        degrees = composition.degrees
+        found = [
+            1 + self._digest(replace(composition, fsdp=_in_order(composition, axes), reshard=again))
+            for axes, again in shardings_of(degrees, self.space)
+        ]
+        return min(found) * (1 - self.slack)
+
+    def floor_of_degrees(self, degrees: Degrees) -> float:
+        return (1 - self.slack) * min(
+            self.floor(arranged)
+            for order in orders_of(degrees, NODE)
+            for arranged in arrangements_of(degrees, order, self.limits, self.space)
+        )
+
+    def everything(self, gpus: int) -> list[tuple[Composition, MadeUp]]:
+        chosen = list(all_compositions(gpus, self.limits, self.space, NODE))
+        return [(c, self.price(c)) for c in chosen]
+
+    def _digest(self, composition: Composition, salt: str = "t") -> float:
+        text = f"{self.seed}{salt}{composition}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
+
+
+def _in_order(composition: Composition, axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in composition.order if axis in axes)
