@@ -82,7 +82,7 @@ class Composition:
             strategies["fsdp"] = {"axes": list(self.fsdp), "reshard": self.reshard}
         return Plan(
             mesh=FrozenMap(self.mesh),
-            strategies=strategies,  # type: ignore[arg-type]  # pydantic reads the dicts
+            strategies=strategies,
             outputs=FrozenMap(outputs or {}),
-            memory={"checkpoint": self.checkpoint, "loss_chunks": self.loss_chunks},  # type: ignore[arg-type]
+            memory={"checkpoint": self.checkpoint, "loss_chunks": self.loss_chunks},
         )
