@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
+from seqcomp.hardware.cluster import Cluster
 from seqcomp.search.composition import Composition, Degrees
 from seqcomp.search.space import (
     Limits,
@@ -111,8 +112,8 @@ def rank(
     limits: Limits,
     space: Space,
     pricing: Pricing[P],
+    cluster: Cluster,
     *,
-    gpus_per_node: int,
     keep: int = 5,
 ) -> Ranking[P]:
     """The fastest compositions that fit; empty where none does."""
@@ -131,7 +132,7 @@ def rank(
         if floor >= ranking.bar(degrees):
             continue
         if arrangement is None:
-            for order in orders_of(degrees, gpus_per_node):
+            for order in orders_of(degrees, cluster):
                 for opened in arrangements_of(degrees, order, limits, space):
                     ranking.counts.arrangements += 1
                     bound = max(floor, pricing.floor(opened))

@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.legality import divisors, head_degrees, length_factor
 from seqcomp.plan.schema import Transport
-from seqcomp.search.composition import STRATEGY_OF, Checkpoint, Composition, Degrees
+from seqcomp.search.composition import Checkpoint, Composition, Degrees
 from seqcomp.strategies.ring import Layout
 
 
@@ -91,22 +92,18 @@ def layouts_of(degrees: Degrees, limits: Limits) -> tuple[Layout, ...]:
     )
 
 
-def orders_of(degrees: Degrees, gpus_per_node: int) -> Iterator[tuple[str, ...]]:
-    """Orders of the mesh that differ in which axes stay within a node, the usual one first.
+def orders_of(degrees: Degrees, cluster: Cluster) -> Iterator[tuple[str, ...]]:
+    """Orders of the mesh that differ in how axes lie in nodes, the usual one first.
 
-    An axis of size n with its neighbours t ranks apart is carried by links that depend on n and
-    on min(t, GPUs of a node) alone: beyond a node all distances are alike.
+    What carries an axis, or several together, depends on how many of its ranks share a node alone:
+    orders in which all axes agree in that cost the same.
     """
     seen = set()
-    usual = {axis: place for place, axis in enumerate(STRATEGY_OF)}
-    for order in itertools.permutations(sorted(degrees.axes, key=usual.__getitem__)):
-        strides, stride = {}, 1
-        for axis in reversed(order):
-            strides[axis] = min(stride, gpus_per_node)
-            stride *= degrees.of(axis)
-        key = tuple(sorted(strides.items()))
-        if key not in seen:
-            seen.add(key)
+    for order in itertools.permutations(degrees.axes):
+        mesh = {axis: degrees.of(axis) for axis in order}
+        inside = frozenset((axis, cluster.span(mesh, (axis,)).inside) for axis in order)
+        if inside not in seen:
+            seen.add(inside)
             yield order
 
 
@@ -134,12 +131,12 @@ def arrangements_of(
 
 
 def all_compositions(
-    gpus: int, limits: Limits, space: Space, gpus_per_node: int
+    gpus: int, limits: Limits, space: Space, cluster: Cluster
 ) -> Iterator[Composition]:
     """The whole space, one by one."""
     for degrees in all_degrees(gpus, limits):
         shardings = list(shardings_of(degrees, space))
-        for order in orders_of(degrees, gpus_per_node):
+        for order in orders_of(degrees, cluster):
             for arranged, (axes, reshard), checkpoint, chunks in itertools.product(
                 arrangements_of(degrees, order, limits, space),
                 shardings,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 
+from seqcomp.hardware.cluster import Cluster, Curve, Device, Kernels, Link
+from seqcomp.plan.frozenmap import FrozenMap
 from seqcomp.search.composition import Composition, Degrees
 from seqcomp.search.space import (
     Limits,
@@ -15,7 +17,16 @@ from seqcomp.search.space import (
     shardings_of,
 )
 
-NODE = 4
+
+def cluster_of(gpus_per_node: int, nodes: int = 64) -> Cluster:
+    """A machine of which only the shape is asked."""
+    one = Curve(((1.0, 1.0),))
+    device = Device("made up", 1, 1.0, FrozenMap(), Kernels(one, one, one, 1.0, 0.0))
+    fast, slow = Link("fast", 0.0, 2.0), Link("slow", 0.0, 1.0)
+    return Cluster("made up", device, gpus_per_node, nodes, fast, slow)
+
+
+CLUSTER = cluster_of(4)
 
 
 @dataclass(frozen=True)
@@ -64,12 +75,12 @@ class HandMade:
     def floor_of_degrees(self, degrees: Degrees) -> float:
         return (1 - self.slack) * min(
             self.floor(arranged)
-            for order in orders_of(degrees, NODE)
+            for order in orders_of(degrees, CLUSTER)
             for arranged in arrangements_of(degrees, order, self.limits, self.space)
         )
 
     def everything(self, gpus: int) -> list[tuple[Composition, MadeUp]]:
-        chosen = list(all_compositions(gpus, self.limits, self.space, NODE))
+        chosen = list(all_compositions(gpus, self.limits, self.space, CLUSTER))
         return [(c, self.price(c)) for c in chosen]
 
     def _digest(self, composition: Composition, salt: str = "t") -> float:

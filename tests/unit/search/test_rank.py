@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from seqcomp.search.rank import rank
 from seqcomp.search.space import Limits, Space
-from tests.unit.search.made_up import NODE, HandMade
+from tests.unit.search.made_up import CLUSTER, HandMade
 
 SPACE = Space(loss_chunks=(1, 8))
 LIMITS = Limits(heads=((4, 2),), widths=(24,), batch=2, length=96, causal=True)
@@ -27,7 +27,7 @@ def test_it_agrees_with_brute_force(gpus: int, capacity: float, slack: float, se
         if price.fits:
             seconds = best.get(composition.degrees, float("inf"))
             best[composition.degrees] = min(seconds, price.step_seconds)
-    found = rank(gpus, LIMITS, SPACE, pricing, gpus_per_node=NODE, keep=3).ranked
+    found = rank(gpus, LIMITS, SPACE, pricing, CLUSTER, keep=3).ranked
     assert [item.price.step_seconds for item in found] == sorted(best.values())[:3]
     assert all(item.price.fits for item in found)
     assert all(best[i.composition.degrees] == i.price.step_seconds for i in found)
@@ -37,11 +37,11 @@ def test_bounds_spare_most_of_the_prices() -> None:
     pricing = HandMade(LIMITS, SPACE, capacity=3.0)
     whole = len(pricing.everything(6))
     pricing.asked.clear()
-    ranking = rank(6, LIMITS, SPACE, pricing, gpus_per_node=NODE, keep=1)
+    ranking = rank(6, LIMITS, SPACE, pricing, CLUSTER, keep=1)
     assert len(pricing.asked) == ranking.counts.priced
     assert ranking.counts.priced < whole / 10
 
 
 def test_nothing_fits_gives_nothing() -> None:
     pricing = HandMade(LIMITS, SPACE, capacity=0.0)
-    assert rank(4, LIMITS, SPACE, pricing, gpus_per_node=NODE).ranked == ()
+    assert rank(4, LIMITS, SPACE, pricing, CLUSTER).ranked == ()

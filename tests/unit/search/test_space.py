@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from seqcomp.search.space import (
     arrangements_of,
     orders_of,
 )
+from tests.unit.search.made_up import CLUSTER, cluster_of
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 HEADS = [(1, 1), (4, 2), (6, 6), (8, 1), (12, 4)]
@@ -73,7 +75,9 @@ def test_the_space_is_what_the_rules_accept(gpus: int, limits: Limits) -> None:
 @settings(max_examples=10, deadline=None)
 @given(gpus=st.sampled_from([1, 4, 6]), limits=limits)
 def test_every_composition_is_a_plan_that_its_text_gives_again(gpus: int, limits: Limits) -> None:
-    for composition in itertools.islice(all_compositions(gpus, limits, Space(), 4), 0, None, 97):
+    for composition in itertools.islice(
+        all_compositions(gpus, limits, Space(), CLUSTER), 0, None, 97
+    ):
         plan = composition.to_plan({"logits": "drop"})
         assert load_plan(dump_plan(plan)) == plan
         assert dict(plan.mesh) == composition.mesh
@@ -81,12 +85,14 @@ def test_every_composition_is_a_plan_that_its_text_gives_again(gpus: int, limits
 
 def test_orders_differ_in_what_stays_within_a_node() -> None:
     two = Degrees(ring=4, ulysses=8)
-    assert list(orders_of(two, 8)) == [("ring", "ulysses"), ("ulysses", "ring")]
+    assert list(orders_of(two, cluster_of(8))) == [("ring", "ulysses"), ("ulysses", "ring")]
     # Where every neighbour is in another node, one order stands for all.
-    assert list(orders_of(Degrees(ring=2, ulysses=2), 1)) == [("ring", "ulysses")]
-    # 16 GPUs of a node hold the two inner axes; the two outer ones may change places freely.
+    assert list(orders_of(Degrees(ring=2, ulysses=2), cluster_of(1))) == [("ring", "ulysses")]
+    # 16 GPUs of a node hold two of the axes, in either order.
     four = Degrees(4, 4, 4, 4)
-    assert len(list(orders_of(four, 16))) == len(list(itertools.permutations(range(4), 2)))
+    assert len(list(orders_of(four, cluster_of(16)))) == math.comb(4, 2)
+        list(itertools.permutations(range(4), 2))
+    )
 
 
 def test_one_gpu_is_a_plan_too() -> None:
