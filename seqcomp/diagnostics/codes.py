@@ -69,6 +69,12 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Real ranks import the functions that build the model and its inputs by name."),
     ("SC026", "error", "the model does not fit this machine",
      "The verifier holds a copy of the model, and its gradients, for every rank."),
+    ("SC027", "error", "unknown cluster",
+     "A cluster is one of those that seqcomp knows, or a YAML file of the same format."),
+    ("SC028", "error", "the cluster file cannot be read",
+     "A cluster file names a device and two links, or writes them out, each number with a source."),
+    ("SC029", "error", "the cluster has no speed in this dtype",
+     "A device has peak_tflops for the dtypes that it computes in."),
     # --- mesh, axes, world ----------------------------------------------------------------
     ("SC101", "error", "a strategy uses an axis that the mesh does not have",
      "Every axis named by a strategy is an entry of mesh."),
@@ -103,6 +109,10 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
     ("SC118", "error", "memory.loss_chunks finds no loss that it can cut",
      ("The chunked loss replaces a linear head and the cross-entropy of its logits, of which "
       "nothing else in the call, and no output, may make use.")),
+    ("SC120", "error", "the plan has more ranks than the cluster has GPUs",
+     "Every rank has a GPU of its own; a cluster has max_nodes x gpus_per_node of them."),
+    ("SC121", "error", "the plan does not fit in memory",
+     "What one rank holds at the worst moment of a step, by formula, is more than its GPU has."),
     ("SC131", "error", "the trainer's settings do not match the plan",
      "The trainer decides which rank gets which data, and it must deal as the plan expects."),
     # --- strategies against the model -----------------------------------------------------

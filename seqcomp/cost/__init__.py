@@ -1,0 +1,1 @@
+"""What a plan costs on a cluster: time, memory and money, from shapes alone."""

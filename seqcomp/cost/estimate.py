@@ -1,0 +1,204 @@
+"""The price of a plan: step time, memory, FLOPs and money on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from seqcomp.cost.advice import does_not_fit
+from seqcomp.cost.ends import End
+from seqcomp.cost.flops import CONVENTIONS, flops_of, tokens_of
+from seqcomp.cost.kernels import peak_of
+from seqcomp.cost.layer import Group, Layer
+from seqcomp.cost.memory import HeldRow, memory_rows, peak_bytes
+from seqcomp.cost.run import Run
+from seqcomp.cost.shape import ModelShape
+from seqcomp.cost.timeline import Event, Timeline
+from seqcomp.cost.workload import BlockSteps, dtype_of, workload_of
+from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
+from seqcomp.hardware.cluster import Cluster
+from seqcomp.plan.resolve import ResolvedPlan
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one step costs.
+
+    Seconds of one step: ``step_seconds`` is ``compute_seconds`` and ``exposed_seconds``, in which
+    the device waits for communication; ``exposed`` splits these by mesh axis. ``timeline``: one
+    layer of the first group, forward and then (training) backward. ``memory`` rows add up to
+    ``peak_bytes`` of the ``capacity`` of one device, but for those in host memory. ``flops``, of all
+    ranks, and ``mfu``, over the peak of all, by convention (`CONVENTIONS`). ``price`` in the unit of
+    the price of a GPU hour, of one step; None without one.
+    """
+
+    cluster: str
+    model: str
+    mesh: Mapping[str, int]
+    run: Run
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    exposed: Mapping[str, float]
+    timeline: tuple[Event, ...]
+    memory: tuple[HeldRow, ...]
+    peak_bytes: int
+    capacity: int
+    flops: Mapping[str, float]
+    mfu: Mapping[str, float]
+    tokens_per_second: float
+    gpu_hours: float
+    price: float | None
+    findings: tuple[Diagnostic, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether one rank's memory is enough."""
+        return self.peak_bytes <= self.capacity
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values: the fields of this class, ``fits`` and the conventions."""
+        return {
+            "cluster": self.cluster,
+            "model": self.model,
+            "mesh": dict(self.mesh),
+            "seq_len": self.run.seq_len,
+            "batch": self.run.batch,
+            "dtype": self.run.dtype,
+            "mode": self.run.mode,
+            "step_seconds": self.step_seconds,
+            "compute_seconds": self.compute_seconds,
+            "exposed_seconds": self.exposed_seconds,
+            "exposed": dict(self.exposed),
+            "timeline": [event.to_json() for event in self.timeline],
+            "memory": [row.to_json() for row in self.memory],
+            "peak_bytes": self.peak_bytes,
+            "capacity": self.capacity,
+            "fits": self.fits,
+            "flops": dict(self.flops),
+            "mfu": dict(self.mfu),
+            "conventions": dict(CONVENTIONS),
+            "tokens_per_second": self.tokens_per_second,
+            "gpu_hours": self.gpu_hours,
+            "price": self.price,
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+
+def estimate(
+    plan: ResolvedPlan,
+    model: ModelShape,
+    cluster: Cluster,
+    run: Run,
+    *,
+    gpu_hour_price: float | None = None,
+    advise: bool = True,
+) -> Estimate:
+    """What one step of ``run`` costs under a plan. No processes, no torch, well below a millisecond.
+
+    Equal blocks are computed once. The plan is taken to be legal for the model (``resolve`` with
+    ``model.facts`` and the length). advise: where memory is not enough, look for the nearest change
+    that makes it enough.
+
+    Raises:
+        PlanError: SC120 where the cluster has fewer GPUs than the plan has ranks, SC029 where its
+            devices have no speed in the dtype.
+    """
+    if plan.world_size > cluster.gpus:
+        raise PlanError(_too_many(plan, cluster))
+    parts = tuple(_passes(plan, model, cluster, run))
+    exposed: dict[str, float] = {}
+    for count, timeline in parts:
+        for axis, seconds in timeline.exposed.items():
+            exposed[axis] = exposed.get(axis, 0.0) + count * seconds
+    step = sum(count * timeline.now for count, timeline in parts)
+    waiting = sum(exposed.values())
+    rows = memory_rows(plan, model, run)
+    peak = peak_bytes(rows)
+    flops = flops_of(plan, model, run)
+    most = peak_of(cluster.device, dtype_of(plan, run)[0]) * plan.world_size
+    hours = step * plan.world_size / 3600
+    findings = list(plan.findings)
+    if peak > cluster.device.memory and advise:
+        findings.append(does_not_fit(plan, model, cluster, run, peak))
+    return Estimate(
+        cluster=cluster.name,
+        model=model.name,
+        mesh=MappingProxyType(dict(plan.axes)),
+        run=run,
+        step_seconds=step,
+        compute_seconds=step - waiting,
+        exposed_seconds=waiting,
+        exposed=MappingProxyType(exposed),
+        timeline=_one_layer(parts),
+        memory=rows,
+        peak_bytes=peak,
+        capacity=cluster.device.memory,
+        flops=MappingProxyType(flops),
+        mfu=MappingProxyType({name: n / (step * most) for name, n in flops.items()}),
+        tokens_per_second=tokens_of(plan, run) / step,
+        gpu_hours=hours,
+        price=None if gpu_hour_price is None else hours * gpu_hour_price,
+        findings=tuple(findings),
+    )
+
+
+def _passes(
+    plan: ResolvedPlan, model: ModelShape, cluster: Cluster, run: Run
+) -> Iterator[tuple[int, Timeline]]:
+    """How often each timeline runs in a step: of each group forward (and backward), and the ends."""
+    group = Group(plan, cluster)
+    work = workload_of(plan, model, run)
+    contention = cluster.device.kernels.contention
+    layout = plan.layout_for(run.seq_len, model.facts.all_causal)
+    checkpoint = plan.plan.memory.checkpoint
+    for block, steps in zip(model.blocks, work.blocks, strict=True):
+        layer = Layer(group, block, steps, run, layout, model.hidden)
+        forward = Timeline(contention)
+        layer.forward(forward)
+        _behind(group, forward, steps, "forward")
+        yield block.count, forward
+        if run.trains:
+            backward = Timeline(contention)
+            if checkpoint != "none":
+                layer.again(backward, keeps=checkpoint == "selective")
+            layer.backward(backward)
+            _behind(group, backward, steps, "backward")
+            yield block.count, backward
+    ends = Timeline(contention)
+    End(group, model, work, run).into(ends)
+    yield 1, ends
+
+
+def _behind(group: Group, into: Timeline, steps: BlockSteps, phase: str) -> None:
+    own = [s for s in steps.parameters if s.phase == phase]
+    group.behind(into, "the next block's parameters", [s for s in own if s.kind == "all_gather"])
+    group.behind(into, "gradients of parameters", [s for s in own if s.kind != "all_gather"])
+
+
+def _one_layer(parts: tuple[tuple[int, Timeline], ...]) -> tuple[Event, ...]:
+    if len(parts) == 1:
+        return ()
+    first, second = parts[0][1], parts[1][1]
+    later = (
+        second.events if len(parts) > 2 and any("backward" in e.what for e in second.events) else []
+    )
+    at = first.now
+    return (
+        *first.events,
+        *(Event(e.stream, e.what, e.start + at, e.end + at) for e in later),
+    )
+
+
+def _too_many(plan: ResolvedPlan, cluster: Cluster) -> Diagnostic:
+    return diagnostic(
+        "SC120",
+        where=plan.plan.where("mesh"),
+        message=f"the plan has {plan.world_size} ranks, the cluster {cluster.name!r} "
+        f"{cluster.gpus} GPUs",
+        found=plan.world_size,
+        legal=f"at most {cluster.gpus} = {cluster.max_nodes} nodes x {cluster.gpus_per_node}",
+        help="make an axis of mesh smaller",
+    )

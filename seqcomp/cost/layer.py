@@ -1,0 +1,261 @@
+"""The timeline of one block, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from seqcomp.cost.collectives import collective_seconds
+from seqcomp.cost.kernels import attention_seconds, dense_seconds, stream_seconds
+from seqcomp.cost.rounds import round_pairs
+from seqcomp.cost.run import Run
+from seqcomp.cost.shape import Block
+from seqcomp.cost.timeline import Timeline
+from seqcomp.cost.workload import BlockSteps, dtype_of
+from seqcomp.hardware.cluster import Cluster, Device
+from seqcomp.layout.sequence import SequenceLayout
+from seqcomp.plan.resolve import ResolvedPlan
+from seqcomp.strategies.base import AttentionShape, CommStep, Phase
+
+BACKWARD = 2.5
+"""FLOPs of attention's backward over those of its forward: the scores are computed again."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """How collectives of a plan's axes run on a cluster."""
+
+    plan: ResolvedPlan
+    cluster: Cluster
+
+    def seconds(self, step: CommStep) -> float:
+        """Of all collectives of a step."""
+        span = self.cluster.span(self.plan.axes, step.axis.split("+"))
+        return collective_seconds(self.cluster, span, step.kind, step.bytes_sent, step.count)
+
+    def link(self, axis: str) -> str:
+        """Name of the slowest link along an axis, or several joined with "+"."""
+        return self.cluster.link_for(self.cluster.span(self.plan.axes, axis.split("+"))).name
+
+    def send(self, into: Timeline, what: str, steps: list[CommStep]) -> None:
+        """One after the other, waited for."""
+        for step in steps:
+            name = f"{step.kind} of {what}"
+            into.exchange(name, step.axis, self.link(step.axis), self.seconds(step))
+
+    def behind(self, into: Timeline, what: str, steps: list[CommStep]) -> None:
+        """In the background of all that is in the timeline."""
+        for step in steps:
+            name = f"{step.kind} of {what}"
+            into.behind(name, step.axis, self.link(step.axis), self.seconds(step))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block of a model on one rank: its pieces, and in which order they run.
+
+    hidden: width between blocks.
+    """
+
+    group: Group
+    block: Block
+    steps: BlockSteps
+    run: Run
+    layout: SequenceLayout
+    hidden: int
+
+    def forward(self, into: Timeline) -> None:
+        """The pieces in their order."""
+        self._forward(into, self.steps.tensor, self.steps.attention, "forward")
+
+    def again(self, into: Timeline, *, keeps: bool) -> None:
+        """The forward that checkpoints run a second time in backward; keeps: without attention."""
+        tensor = tuple(s for s in self.steps.again if s.axis == self._plan.tensor_axis)
+        attention = tuple(s for s in self.steps.again if s.axis != self._plan.tensor_axis)
+        self._forward(into, tensor, attention, "backward", attends=not keeps)
+
+    def backward(self, into: Timeline) -> None:
+        """Gradients, last piece first: twice the products, 2.5 x the attention."""
+        gathers, scatters = self._tensor(self.steps.tensor, "backward")
+        exchanges, ring = self._attention(self.steps.attention, "backward")
+        each = len(gathers) // 2  # the gradient, and the input unless a second run has gathered it
+        send = self.group.send
+        send(into, "gradients", gathers[:each])
+        into.compute("MLP backward", 2 * self.mlp)
+        send(into, "gradients", scatters[:1])
+        into.compute("norm backward", 2 * self.norm)
+        send(into, "gradients", gathers[each:])
+        into.compute("output backward", 2 * self.out)
+        send(into, "gradients of heads", exchanges[:1])
+        self._attend(into, ring, backward=True)
+        send(into, "gradients of heads", exchanges[1:])
+        into.compute("q, k, v backward", 2 * self.qkv)
+        send(into, "gradients", scatters[1:])
+        into.compute("norm backward", 2 * self.norm)
+
+    def _forward(
+        self,
+        into: Timeline,
+        tensor: tuple[CommStep, ...],
+        attention: tuple[CommStep, ...],
+        phase: Phase,
+        *,
+        attends: bool = True,
+    ) -> None:
+        gathers, scatters = self._tensor(tensor, phase)
+        exchanges, ring = self._attention(attention, phase)
+        send = self.group.send
+        into.compute("norm", self.norm)
+        send(into, "the sequence", gathers[:1])
+        into.compute("q, k, v", self.qkv)
+        if attends:
+            send(into, "heads", exchanges[:1])
+            self._attend(into, ring, backward=False)
+            send(into, "heads", exchanges[1:])
+        into.compute("output", self.out)
+        send(into, "sums", scatters[:1])
+        into.compute("norm", self.norm)
+        send(into, "the sequence", gathers[1:])
+        into.compute("MLP", self.mlp)
+        send(into, "sums", scatters[1:])
+
+    # --- attention ---------------------------------------------------------------------------
+
+    def _attend(self, into: Timeline, ring: list[CommStep], *, backward: bool) -> None:
+        pairs = round_pairs(self.block, self.layout, self.run.seq_len)
+        if not ring or ring[0].kind == "all_gather":
+            gathers = [s for s in ring if s.kind == "all_gather"]
+            self.group.send(into, "keys and values", gathers)
+            name = "attention backward" if backward else "attention"
+            into.compute(name, self._tile(sum(pairs), backward=backward))
+            rest = [s for s in ring if s.kind != "all_gather"]
+            self.group.send(into, "gradients of keys and values", rest)
+            return
+        merge = self._merge(backward=backward)
+        tiles = [
+            self._tile(p, backward=backward) + (merge if index else 0.0)
+            for index, p in enumerate(pairs)
+        ]
+        hops = [0.0] * len(tiles)
+        keys, *grads = ring
+        for index in range(keys.count):
+            hops[index] += self.group.seconds(keys) / keys.count
+        last = 0.0
+        for step in grads:
+            # The travelling sum starts behind the second block and ends one hop behind the last.
+            last = self.group.seconds(step) / step.count
+            for index in range(len(tiles) - step.count + 1, len(tiles)):
+                hops[index] += last
+        axis, link = keys.axis, self.group.link(keys.axis)
+        name = "attention backward" if backward else "attention"
+        into.rounds(name, axis, link, tiles, hops)
+        into.exchange("p2p of gradients of keys and values", axis, link, last)
+
+    def _tile(self, pairs: float, *, backward: bool) -> float:
+        own = self.heads
+        flops = 2 * self.run.batch * pairs * (own.width + own.value_width)
+        flops *= BACKWARD if backward else 1
+        return attention_seconds(self._device, self._dtype, pairs, flops, backward=backward)
+
+    def _merge(self, *, backward: bool) -> float:
+        """Of a round's results into the sums so far, in fp32, and what else a round takes."""
+        own, e = self.heads, self.heads.element_bytes
+        tokens = self.run.batch * self.run.seq_len // self.layout.ring
+        width = own.width + own.kv_heads * own.kv_head if backward else own.value_width
+        moved = tokens * width * (2 * max(e, 4) + e)
+        return stream_seconds(self._device, moved) + self._device.kernels.ring_round
+
+    # --- pieces, seconds of a forward --------------------------------------------------------
+
+    @cached_property
+    def heads(self) -> AttentionShape:
+        """Heads that this rank attends with."""
+        plan = self._plan
+        shape = self.block.attention(self.run.batch, self.run.seq_len, self.element, self.hidden)
+        return shape.on_tensor_rank(plan.tensor_size).on_ulysses_rank(plan.ulysses_size)
+
+    @cached_property
+    def element(self) -> int:
+        """Bytes of an activation."""
+        return dtype_of(self._plan, self.run)[1]
+
+    @cached_property
+    def tokens(self) -> float:
+        """Of a tensor group: those that its products see."""
+        plan = self._plan
+        return self.run.batch * self.run.seq_len / (plan.ring_size * plan.ulysses_size)
+
+    @cached_property
+    def norm(self) -> float:
+        """A norm and a residual sum."""
+        moved = 5 * self.tokens / self._plan.tensor_size * self.hidden * self.element
+        return stream_seconds(self._device, moved)
+
+    @cached_property
+    def qkv(self) -> float:
+        """Projections, and positions applied to queries and keys."""
+        b, t = self.block, self._plan.tensor_size
+        queries, keys = b.heads * b.head_dim / t, b.parameters.kv / min(t, b.kv_heads)
+        inner = queries + keys / self.hidden
+        rotary = stream_seconds(self._device, 2 * self.tokens * inner * self.element)
+        return self._product(queries * self.hidden + keys, inner) + rotary
+
+    @cached_property
+    def out(self) -> float:
+        """The projection of attention's output."""
+        width = self.block.heads * (self.block.value_dim or self.block.head_dim)
+        inner = width / self._plan.tensor_size
+        return self._product(inner * self.hidden, inner)
+
+    @cached_property
+    def mlp(self) -> float:
+        """Its products and what stands between them."""
+        b, t = self.block, self._plan.tensor_size
+        attention = b.heads * (b.head_dim + (b.value_dim or b.head_dim)) * self.hidden
+        rest = max(b.active_parameters - attention - b.parameters.kv, 0) / t
+        inner = b.mlp_width * max(b.active, 1) / t
+        between = (3 if b.gated else 2) * self.tokens * inner * self.element
+        return self._product(rest, inner) + stream_seconds(self._device, between)
+
+    def _product(self, weights: float, inner: float) -> float:
+        """Of all tokens with a matrix of ``weights`` numbers on this rank."""
+        moved = (weights + self.tokens * (self.hidden + inner)) * self.element
+        flops = 2 * self.tokens * weights
+        return dense_seconds(self._device, self._dtype, flops, self.tokens, moved)
+
+    @property
+    def _plan(self) -> ResolvedPlan:
+        return self.group.plan
+
+    @property
+    def _device(self) -> Device:
+        return self.group.cluster.device
+
+    @cached_property
+    def _dtype(self) -> str:
+        return dtype_of(self._plan, self.run)[0]
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def _tensor(
+        self, steps: tuple[CommStep, ...], phase: Phase
+    ) -> tuple[list[CommStep], list[CommStep]]:
+        """Gathers and scatters of a phase, one by one."""
+        found = [one for s in steps if s.phase == phase for one in _single(s)]
+        kinds = ("all_gather", "reduce_scatter")
+        gathers, scatters = ([s for s in found if s.kind == kind] for kind in kinds)
+        return gathers, scatters
+
+    def _attention(
+        self, steps: tuple[CommStep, ...], phase: Phase
+    ) -> tuple[list[CommStep], list[CommStep]]:
+        """Exchanges of ulysses, and steps of the ring."""
+        own, ring = [s for s in steps if s.phase == phase], self._plan.ring_axis
+        return [s for s in own if s.axis != ring], [s for s in own if s.axis == ring]
+
+
+def _single(step: CommStep) -> Iterator[CommStep]:
+    sent = step.bytes_sent // step.count
+    for _ in range(step.count):
+        yield CommStep(step.kind, step.axis, sent, 1, step.phase, step.overlappable)

@@ -1,0 +1,202 @@
+"""What one rank holds at the worst moment of a step, in bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from seqcomp.cost.run import Run
+from seqcomp.cost.shape import Block, ModelShape
+from seqcomp.cost.workload import Widths, outputs_of, sharding, widths_of
+from seqcomp.plan.resolve import ResolvedPlan
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRow:
+    """Bytes of one kind; ``on_host``: in host memory, which is not counted against the device."""
+
+    what: str
+    bytes: int
+    note: str = ""
+    on_host: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values with exactly the fields of this class."""
+        return asdict(self)
+
+
+def memory_rows(plan: ResolvedPlan, model: ModelShape, run: Run) -> tuple[HeldRow, ...]:
+    """What is there at once when most is; rows add up to the peak."""
+    width = widths_of(plan, run)
+    rows = [*_state(plan, model, width, run)]
+    if run.trains:
+        rows += _activations(plan, model, width, run)
+    else:
+        rows.append(HeldRow("keys and values", cache_bytes(plan, model, run), "of all layers"))
+        rows.append(HeldRow("working layer", round(_working(plan, model, width, run))))
+    return tuple(row for row in rows if row.bytes)
+
+
+def peak_bytes(rows: tuple[HeldRow, ...]) -> int:
+    """On the device."""
+    return sum(row.bytes for row in rows if not row.on_host)
+
+
+def local_tokens(plan: ResolvedPlan, run: Run) -> int:
+    """Tokens of a rank between attentions, padded ones included."""
+    return run.batch * -(-run.seq_len // plan.sequence_size)
+
+
+def cache_bytes(plan: ResolvedPlan, model: ModelShape, run: Run) -> int:
+    """Keys and values of all layers, of the tokens and KV heads that a rank attends with."""
+    return sum(
+        block.count * kv_tokens_bytes(plan, model, block, run, widths_of(plan, run).activation)
+        for block in model.blocks
+    )
+
+
+def kv_tokens_bytes(
+    plan: ResolvedPlan, model: ModelShape, block: Block, run: Run, element: int
+) -> int:
+    """Keys and values of one layer between the exchanges of ulysses."""
+    shape = block.attention(run.batch, run.seq_len, element, model.hidden)
+    own = shape.on_tensor_rank(plan.tensor_size).on_ulysses_rank(plan.ulysses_size)
+    tokens = run.batch * -(-run.seq_len // plan.ring_size)
+    return tokens * own.kv_heads * own.kv_head * element
+
+
+# --- parameters and what goes with them ------------------------------------------------------
+
+
+def _state(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> Iterator[HeldRow]:
+    t = plan.tensor_size
+    ways = math.prod(plan.axes[a] for a in sharding(plan)[0])
+    blocks = [block_parameters(block, t) for block in model.blocks]
+    root = -(-(model.embedding + model.head) // t) + model.other
+    whole = root + sum(block.count * own for block, own in zip(model.blocks, blocks, strict=True))
+    held = -(-whole // ways) * width.kept
+    fsdp = plan.plan.strategies.fsdp
+    host = fsdp is not None and fsdp.offload == "cpu"
+    note = f"shards of 1/{ways}" if ways > 1 else ""
+    yield HeldRow("parameters", held, note, host)
+    if run.trains:
+        yield HeldRow("gradients", held, "as the parameters", host)
+        note = "AdamW: two moments as the parameters"
+        yield HeldRow("optimizer state", 2 * held, note, host)
+    if fsdp is not None and ways > 1:
+        reshard = fsdp.reshard or not run.trains
+        two = 2 * max(blocks, default=0) if reshard and model.layers > 1 else whole - root
+        note = "the root and two blocks" if reshard else "the root and all blocks"
+        yield HeldRow("gathered parameters", (root + two) * width.gathered, note)
+
+
+def block_parameters(block: Block, tensor: int) -> int:
+    """Of one block, what one tensor rank holds."""
+    p = block.parameters
+    return p.on_tensor_rank(tensor, block.kv_heads) + p.experts + p.norms
+
+
+# --- activations -----------------------------------------------------------------------------
+
+
+def _activations(
+    plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run
+) -> Iterator[HeldRow]:
+    memory, tokens = plan.plan.memory, local_tokens(plan, run)
+    checkpoint = memory.checkpoint
+    host = memory.offload == "cpu" and checkpoint != "none"
+    kept = sum(
+        block.count * kept_of(plan, model, block, width, run, checkpoint) for block in model.blocks
+    )
+    note = {"none": "", "selective": "checkpoint: selective", "block": "checkpoint: block"}
+    yield HeldRow("saved activations", round(kept), note[checkpoint], host)
+    chunks, e = memory.loss_chunks, width.activation
+    logits = 0.0 if chunks > 1 else model.logits_saved * model.vocab
+    ends = model.ends.of(e) + logits
+    yield HeldRow("saved outside of blocks", round(tokens * ends), "embedding, head and loss")
+    if outputs_of(plan) == "full":
+        size = run.batch * run.seq_len * model.vocab * e
+        yield HeldRow("output logits", size, "whole on every rank; outputs: {logits: drop}")
+    # The gradient of logits, in fp32 and as logits are; chunks make the logits then, too.
+    each = (4 + e) + (model.logits_saved + e if chunks > 1 else 0)
+    loss = tokens * model.vocab * each / chunks
+    again = 0.0
+    if checkpoint != "none":
+        again = max(
+            kept_of(plan, model, b, width, run, "none")
+            - (kept_of(plan, model, b, width, run, "selective") - tokens * model.hidden * e)
+            * (checkpoint == "selective")
+            for b in model.blocks
+        )
+    working = again + _working(plan, model, width, run)
+    if working >= loss:
+        what = "a block that runs again, and its work space" if again else "work space of a block"
+        yield HeldRow("working block", round(working), what)
+    else:
+        yield HeldRow("gradients of logits", round(loss), f"of 1/{chunks} of the tokens")
+
+
+def kept_of(
+    plan: ResolvedPlan,
+    model: ModelShape,
+    block: Block,
+    width: Widths,
+    run: Run,
+    checkpoint: str,
+) -> float:
+    """What autograd keeps of one block on one rank, in bytes."""
+    tokens, e = local_tokens(plan, run), width.activation
+    kept = tokens * block.saved.of(checkpoint, e)
+    if checkpoint == "block":
+        return kept
+    keeps = checkpoint == "selective"
+    u, t = plan.ulysses_size, plan.tensor_size
+    shape = block.attention(1, 1, e, model.hidden)
+    on_tensor = shape.on_tensor_rank(t)
+    own = on_tensor.on_ulysses_rank(u)
+    group = tokens * t  # tokens of a tensor group, whose heads this rank has
+    before = shape.width + shape.kv_heads * shape.kv_head
+    if u > 1:
+        # Queries, keys, values and output between the exchanges; the output behind them too.
+        between = u * (own.width + own.value_width + own.kv_heads * own.kv_head)
+        kept += group * e * between
+        if not keeps:
+            kept -= tokens * e * before
+    elif t > block.kv_heads and not keeps:
+        copies = t * on_tensor.kv_heads - shape.kv_heads
+        kept += tokens * e * copies * shape.kv_head
+    if keeps and t > 1:
+        kept += 2 * tokens * e * model.hidden  # results of the reduce-scatters
+    return kept
+
+
+def _working(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> float:
+    """Beside what is saved, while one block runs: gathered inputs, blocks of keys and values under
+    way with the gradients that travel, and the accumulators of the online softmax."""
+    return max(
+        (_working_block(plan, model, block, width, run) for block in model.blocks), default=0
+    )
+
+
+def _working_block(
+    plan: ResolvedPlan, model: ModelShape, block: Block, width: Widths, run: Run
+) -> float:
+    tokens, e, t = local_tokens(plan, run), width.activation, plan.tensor_size
+    group = tokens * t
+    moved = 2 * group * model.hidden * e
+    mlp = (3 if block.gated else 2) * group * e * block.mlp_width * max(block.active, 1)
+    found = moved + mlp / (1 if block.experts else t)
+    if plan.ring_size > 1:
+        keys = kv_tokens_bytes(plan, model, block, run, e)
+        blocks = plan.ring_size if plan.transport == "allgather" else 2
+        found += blocks * keys
+        own = block.attention(1, 1, e, model.hidden).on_tensor_rank(t)
+        own = own.on_ulysses_rank(plan.ulysses_size)
+        queries = group * plan.ulysses_size
+        wide = max(e, 4)
+        found += queries * wide * own.value_width
+        if run.trains:
+            found += 2 * keys / e * wide + queries * wide * own.width
+    return found

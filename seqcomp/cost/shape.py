@@ -1,0 +1,204 @@
+"""A model as the cost model sees it: sizes of its blocks, nothing of its code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from seqcomp.layout.masks import Band, Causal, Full, Mask
+from seqcomp.plan.facts import AttentionFacts, ModelFacts
+from seqcomp.strategies.base import AttentionShape
+
+MaskKind = Literal["full", "causal", "window"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Per token: ``fixed`` bytes and ``elements`` of the width of activations."""
+
+    fixed: float
+    elements: float
+
+    def of(self, element_bytes: int) -> float:
+        return self.fixed + self.elements * element_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What autograd keeps per token of a rank, by the plan's ``memory.checkpoint``.
+
+    On a rank whose tensors are all divided by the same degree (ring, data; Megatron-SP); what
+    Ulysses keeps twice is added from the heads.
+    """
+
+    none: Bytes
+    selective: Bytes
+    block: Bytes
+
+    def of(self, checkpoint: str, element_bytes: int) -> float:
+        """Bytes per token."""
+        kept: Bytes = getattr(self, checkpoint)
+        return kept.of(element_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters of one block: ``matrices`` are cut by Megatron-SP, of them ``kv`` (the projections
+    to keys and values) no further than the KV heads; ``experts`` and ``norms`` stay whole."""
+
+    matrices: int
+    kv: int = 0
+    experts: int = 0
+    norms: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.matrices + self.experts + self.norms
+
+    def on_tensor_rank(self, degree: int, kv_heads: int) -> int:
+        """Of the matrices, how many one of ``degree`` ranks holds."""
+        kv = self.kv if degree > kv_heads else self.kv // degree
+        return (self.matrices - self.kv) // degree + kv
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """``count`` equal blocks: attention and an MLP (``mlp_width`` 0: none).
+
+    mask: with ``window`` tokens, the query's own included, where it is one. ``experts``: of the
+    MLP, of which each token visits ``active``.
+    """
+
+    count: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    parameters: Parameters
+    saved: Saved
+    value_dim: int = 0
+    mask: MaskKind = "causal"
+    window: int = 0
+    gated: bool = True
+    experts: int = 0
+    active: int = 0
+
+    @property
+    def rule(self) -> Mask:
+        """The mask on positions."""
+        if self.mask == "window":
+            return Band(0, self.window - 1)
+        return Causal() if self.mask == "causal" else Full()
+
+    @property
+    def active_parameters(self) -> float:
+        """Of one block, those that a token is multiplied with."""
+        p = self.parameters
+        return p.matrices + (p.experts * self.active / self.experts if self.experts else 0)
+
+    def attention(self, batch: int, length: int, element_bytes: int, hidden: int) -> AttentionShape:
+        """One layer's attention on whole sequences of one data rank."""
+        return AttentionShape(
+            batch=batch,
+            length=length,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            hidden=hidden,
+            element_bytes=element_bytes,
+            accumulator_bytes=max(element_bytes, 4),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Blocks between an embedding and a head; ``tied``: they are one parameter.
+
+    ``embedding`` and ``head`` (0 where tied) count parameters that Megatron-SP cuts by vocabulary,
+    ``other`` those that stay whole (last norm, learned positions). ``ends``: what autograd keeps
+    per token outside of the blocks, of each logit ``logits_saved`` bytes apart from that.
+    """
+
+    name: str
+    hidden: int
+    vocab: int
+    blocks: tuple[Block, ...]
+    embedding: int
+    head: int
+    other: int
+    ends: Bytes
+    logits_saved: float = 4.0
+    tied: bool = False
+
+    @property
+    def layers(self) -> int:
+        return sum(block.count for block in self.blocks)
+
+    @property
+    def parameters(self) -> int:
+        """All, each once."""
+        blocks = sum(block.count * block.parameters.total for block in self.blocks)
+        return blocks + self.embedding + self.head + self.other
+
+    @property
+    def active_parameters(self) -> float:
+        """Those that a token is multiplied with: matrices of its blocks and the head."""
+        blocks = sum(block.count * block.active_parameters for block in self.blocks)
+        return blocks + (self.embedding if self.tied else self.head)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """For ``resolve`` and ``check_plan``: heads, widths and masks."""
+        widths = [b.mlp_width for b in self.blocks if b.mlp_width and not b.experts]
+        return ModelFacts(
+            attentions=tuple(self._attentions()),
+            hidden=self.hidden,
+            mlp_width=math.gcd(*widths) if widths else None,
+            layers=self.layers,
+            vocab=self.vocab,
+        )
+
+    def _attentions(self) -> Iterator[AttentionFacts]:
+        first = 0
+        for block in self.blocks:
+            yield AttentionFacts(
+                where=f"layers.{first}",
+                heads=block.heads,
+                kv_heads=block.kv_heads,
+                head_dim=block.head_dim,
+                causal=block.mask == "causal",
+                mask=block.mask,
+            )
+            first += block.count
+
+    @classmethod
+    def decoder(
+        cls,
+        *,
+        layers: int,
+        hidden: int,
+        heads: int,
+        vocab: int,
+        mlp_width: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        gated: bool = True,
+        tied: bool = False,
+        mask: MaskKind = "causal",
+        window: int = 0,
+        experts: int = 0,
+        active: int = 0,
+        name: str = "decoder",
+    ) -> ModelShape:
+        """A decoder of equal blocks: Llama's where ``gated``, else GPT's (biases, LayerNorm)."""
+        from seqcomp.cost.decoder import decoder_shape
+
+        kv, d = kv_heads or heads, head_dim or hidden // heads
+        return decoder_shape(
+            layers=layers, hidden=hidden, heads=heads, kv_heads=kv, head_dim=d, vocab=vocab,
+            mlp_width=mlp_width, gated=gated, tied=tied, mask=mask, window=window,
+            experts=experts, active=active, name=name,
+        )  # fmt: skip

@@ -1,0 +1,284 @@
+"""What one rank sends in one step, from the plan and the model's shape alone.
+
+The same rows as of ``explain``'s report, which reads them off the lowered graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from seqcomp.cost.run import ELEMENT_BYTES, Run
+from seqcomp.cost.shape import Block, ModelShape
+from seqcomp.layout.travel import travel_of
+from seqcomp.plan.resolve import ResolvedPlan
+from seqcomp.strategies.base import AttentionShape, CommStep, Kind, Phase, part
+from seqcomp.strategies.compose import attention_steps
+from seqcomp.strategies.data import Fsdp
+from seqcomp.strategies.megatron_sp import MegatronSp
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes of an element: of activations, of parameters as kept, of parameters as gathered."""
+
+    activation: int
+    kept: int
+    gathered: int
+
+    @property
+    def gradient(self) -> int:
+        """As gradients are summed."""
+        return max(self.kept, 4)
+
+
+def dtype_of(plan: ResolvedPlan, run: Run) -> tuple[str, int]:
+    """In which a plan computes, by name and in bytes."""
+    fsdp = plan.plan.strategies.fsdp
+    name = run.dtype if fsdp is None or fsdp.mixed_precision == "none" else fsdp.mixed_precision
+    return name, ELEMENT_BYTES[name]
+
+
+def widths_of(plan: ResolvedPlan, run: Run) -> Widths:
+    """Under ``fsdp: mixed_precision`` weights are kept in fp32 at least."""
+    computes = dtype_of(plan, run)[1]
+    fsdp = plan.plan.strategies.fsdp
+    wide = fsdp is not None and fsdp.mixed_precision != "none"
+    return Widths(computes, max(run.element_bytes, 4) if wide else run.element_bytes, computes)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSteps:
+    """What one block of a group sends: ``tensor`` and ``attention`` as their strategies have it,
+    ``again`` in backward where checkpoints run it a second time, ``parameters`` for its weights."""
+
+    tensor: tuple[CommStep, ...]
+    attention: tuple[CommStep, ...]
+    again: tuple[CommStep, ...]
+    parameters: tuple[CommStep, ...]
+
+    @property
+    def all(self) -> tuple[CommStep, ...]:
+        return (*self.tensor, *self.attention, *self.again, *self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Of one rank: steps of each group of blocks (of one block), and by place of all else."""
+
+    blocks: tuple[BlockSteps, ...]
+    ends: tuple[tuple[str, CommStep], ...]
+
+    def bytes_sent(self, model: ModelShape, phase: Phase | None = None) -> int:
+        """By one rank in one step."""
+        steps = [
+            (block.count, step)
+            for block, own in zip(model.blocks, self.blocks, strict=True)
+            for step in own.all
+        ]
+        steps += [(1, step) for _, step in self.ends]
+        return sum(n * step.bytes_sent for n, step in steps if phase in (None, step.phase))
+
+
+def workload_of(plan: ResolvedPlan, model: ModelShape, run: Run) -> Workload:
+    """Of a training step, or of a prefill: then forward alone, and no logits are gathered."""
+    blocks = tuple(_block(plan, model, block, run) for block in model.blocks)
+    found = Workload(blocks, tuple(_ends(plan, model, run)))
+    return found if run.trains else _forward(found)
+
+
+def _forward(work: Workload) -> Workload:
+    def kept(steps: Iterable[CommStep]) -> tuple[CommStep, ...]:
+        return tuple(s for s in steps if s.phase == "forward")
+
+    return Workload(
+        tuple(
+            BlockSteps(kept(b.tensor), kept(b.attention), (), kept(b.parameters))
+            for b in work.blocks
+        ),
+        tuple((where, s) for where, s in work.ends if s.phase == "forward"),
+    )
+
+
+# --- blocks ----------------------------------------------------------------------------------
+
+
+def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> BlockSteps:
+    width = widths_of(plan, run)
+    shape = block.attention(run.batch, run.seq_len, width.activation, model.hidden)
+    tensor = _tensor(plan, shape)
+    layout = plan.layout_for(run.seq_len, model.facts.all_causal)
+    travel = travel_of(block.rule, layout, run.seq_len) if block.mask == "window" else None
+    ring_rank = plan.ring_size - 1  # the last one sends most, if they differ
+    attention = attention_steps(plan, shape, travel=travel, ring_rank=ring_rank)
+    checkpoint = plan.plan.memory.checkpoint
+    again: tuple[CommStep, ...] = ()
+    if run.trains and checkpoint != "none":
+        tensor, again = _again(tensor, attention, keeps=checkpoint == "selective")
+    return BlockSteps(tensor, attention, again, _of_parameters(plan, block, width, run))
+
+
+def _tensor(plan: ResolvedPlan, shape: AttentionShape) -> tuple[CommStep, ...]:
+    degree = plan.ring_size * plan.ulysses_size
+    strategy = MegatronSp(plan.tensor_size, plan.tensor_axis or "tensor")
+    return strategy.comm_steps(shape.on_sequence_rank(degree))
+
+
+def _again(
+    tensor: tuple[CommStep, ...], attention: tuple[CommStep, ...], *, keeps: bool
+) -> tuple[tuple[CommStep, ...], tuple[CommStep, ...]]:
+    """What Megatron-SP sends beside a second run, and what that run sends.
+
+    It gathers once, for itself and for the gradients of weights, and ends before the last
+    reduce-scatter. With ``keeps`` results of attention and of reduce-scatters are there.
+    """
+    beside, again = [], []
+    for step in tensor:
+        gathers = step.kind == "all_gather"
+        backward = step.phase == "backward"
+        beside.append(_half(step) if gathers and backward else step)
+        if not backward and (gathers or not keeps):
+            again.append(replace(step if gathers else _half(step), phase="backward"))
+    if not keeps:
+        again += [replace(s, phase="backward") for s in attention if s.phase == "forward"]
+    return tuple(beside), tuple(again)
+
+
+def _half(step: CommStep) -> CommStep:
+    assert step.count % 2 == 0
+    return replace(step, count=step.count // 2, bytes_sent=step.bytes_sent // 2)
+
+
+# --- parameters ------------------------------------------------------------------------------
+
+
+def _of_parameters(
+    plan: ResolvedPlan, block: Block, width: Widths, run: Run
+) -> tuple[CommStep, ...]:
+    p, t = block.parameters, plan.tensor_size
+    alone = p.norms + p.experts + (p.kv if t > block.kv_heads else 0)
+    cut = p.on_tensor_rank(t, block.kv_heads) + p.experts + p.norms - alone
+    return tuple(parameter_steps(plan, cut, alone, width, run, root=False))
+
+
+def parameter_steps(
+    plan: ResolvedPlan, cut: int, alone: int, width: Widths, run: Run, *, root: bool
+) -> Iterator[CommStep]:
+    """For parameters of one place, as many as a tensor rank holds: ``cut`` ones and whole ones.
+
+    root: kept gathered from forward to backward under fsdp.
+    """
+    wide = width.gradient
+    shards, replicas = sharding(plan)
+    if shards:
+        ways, copies = (math.prod(plan.axes[a] for a in axes) for axes in (shards, replicas))
+        strategy = plan.plan.strategies.fsdp
+        assert strategy is not None
+        fsdp = Fsdp(
+            ways,
+            "+".join(shards),
+            reshard=strategy.reshard and not root and run.trains,
+            replicas=copies,
+            replica_axis="+".join(replicas),
+        )
+        held = -(-(cut + alone) // ways) * ways
+        learnt = held * wide if run.trains else 0
+        yield from fsdp.gradient_steps(held * width.gathered, learnt)
+        if plan.tensor_size > 1:
+            yield from _summed(plan, (plan.tensor_axis or "",), alone * wide)
+        return
+    every = tuple(a for a, n in plan.axes.items() if n > 1)
+    rest = tuple(a for a in every if a != plan.tensor_axis)
+    if every == rest:
+        yield from _summed(plan, every, (cut + alone) * wide)
+        return
+    yield from _summed(plan, rest, cut * wide)
+    yield from _summed(plan, every, alone * wide)
+
+
+def _summed(plan: ResolvedPlan, axes: tuple[str, ...], size: int) -> Iterator[CommStep]:
+    degree = math.prod(plan.axes[a] for a in axes)
+    if degree > 1 and size:
+        sent = 2 * (degree - 1) * size // degree
+        yield CommStep("all_reduce", "+".join(axes), sent, 1, "backward", True)
+
+
+def sharding(plan: ResolvedPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Axes over which fsdp shards parameters, and over which the shards are copied; () without.
+
+    In mesh order, without axes of size 1 where there are others.
+    """
+    if not plan.fsdp_axes:
+        return (), ()
+    rest = (*plan.batch_axes, *plan.sequence_axes)
+    wide = tuple(a for a, size in plan.axes.items() if size > 1 and a != plan.tensor_axis)
+    return (
+        tuple(a for a in wide if a in plan.fsdp_axes) or plan.fsdp_axes[:1],
+        tuple(a for a in wide if a in rest and a not in plan.fsdp_axes),
+    )
+
+
+# --- embedding, head, loss -------------------------------------------------------------------
+
+
+def _ends(plan: ResolvedPlan, model: ModelShape, run: Run) -> Iterator[tuple[str, CommStep]]:
+    width = widths_of(plan, run)
+    t, axis = plan.tensor_size, plan.tensor_axis or "tensor"
+    tokens = run.batch * run.seq_len // (plan.ring_size * plan.ulysses_size)
+    if t > 1:
+        size = part((t - 1) * tokens * model.hidden * width.activation, t)
+        yield "embedding", CommStep("reduce_scatter", axis, size, 1, "forward", False)
+        yield "embedding", CommStep("all_gather", axis, size, 1, "backward", False)
+        if run.trains:
+            yield "head", CommStep("all_gather", axis, size, 1, "forward", False)
+            yield "head", CommStep("reduce_scatter", axis, size, 1, "backward", False)
+            yield "head", CommStep("all_gather", axis, size, 1, "backward", False)
+    if run.trains:
+        for step in _loss(plan, tokens):
+            yield "loss", step
+        if outputs_of(plan) == "full":
+            for step in _gathered_logits(plan, tokens * model.vocab * width.activation):
+                yield "logits", step
+    cut = -(-(model.embedding + model.head) // t)
+    for step in parameter_steps(plan, cut, model.other, width, run, root=True):
+        yield "gradients", step
+
+
+def _loss(plan: ResolvedPlan, tokens: int) -> Iterator[CommStep]:
+    """Vocabulary-parallel cross-entropy in fp32 (maximum, sum and target; one gradient), and the
+    sum over all tokens."""
+    t, axis, wide = plan.tensor_size, plan.tensor_axis or "tensor", 4
+    if t > 1:
+        one = 2 * (t - 1) * tokens * wide // t
+        yield CommStep("all_reduce", axis, 3 * one, 2, "forward", False)
+        yield CommStep("all_reduce", axis, one, 1, "backward", False)
+    axes = tuple(a for a, n in plan.axes.items() if n > 1 and a != plan.tensor_axis)
+    degree = math.prod(plan.axes[a] for a in axes)
+    if degree > 1:
+        sent = 2 * (degree - 1) * wide // degree
+        yield CommStep("all_reduce", "+".join(axes), sent, 1, "forward", False)
+
+
+def _gathered_logits(plan: ResolvedPlan, size: int) -> Iterator[CommStep]:
+    """Over ring and ulysses, then over the vocabulary; ``size``: of a tensor group's tokens."""
+    axes = tuple(
+        a
+        for a, n in plan.axes.items()
+        if n > 1 and a in plan.sequence_axes and a != plan.tensor_axis
+    )
+    degree, t = math.prod(plan.axes[a] for a in axes), plan.tensor_size
+    kind: Kind = "all_gather"
+    if degree > 1:
+        yield CommStep(kind, "+".join(axes), (degree - 1) * (size // t), 1, "forward", False)
+    if t > 1:
+        sent = (t - 1) * degree * (size // t)
+        yield CommStep(kind, plan.tensor_axis or "tensor", sent, 1, "forward", False)
+
+
+def outputs_of(plan: ResolvedPlan) -> str:
+    """How logits are returned, by the names that models give them; loss chunks make none."""
+    modes: Mapping[str, str] = plan.plan.outputs
+    if plan.plan.memory.loss_chunks > 1:
+        return "drop"
+    return next((modes[name] for name in ("logits", "output") if name in modes), "full")

@@ -1,0 +1,1 @@
+"""Machines as data: devices, links and clusters, each number with its source."""
