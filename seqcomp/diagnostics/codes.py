@@ -220,6 +220,17 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Replicated parameters must be equal before compilation; load or broadcast them first."),
     ("SC507", "error", "the parameters have no values yet",
      "A model on meta can be divided, but it must be filled before it is called."),
+    # --- search ---------------------------------------------------------------------------
+    ("SC651", "error", "no plan fits in memory",
+     "Every legal composition of strategies holds more than a GPU has, checkpoints and all."),
+    ("SC652", "error", "no plan is legal for this number of GPUs",
+     "Every GPU is used: degrees multiply to their number, within what heads and batch allow."),
+    ("SC653", "note", "what the times leave out",
+     "The cost model knows one job on one cluster with two kinds of links."),
+    ("SC654", "note", "what was not tried",
+     "The search chooses degrees, order, layout, transport, sharding, checkpoints and chunks."),
+    ("SC655", "note", "other plans are as good",
+     "Their times differ by less than the cost model is exact."),
     # --- not available yet ----------------------------------------------------------------
     ("SC921", "error", "models of this kind are not available here",
      "The library that defines them is not installed, or its support is not built yet."),

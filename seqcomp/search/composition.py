@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from seqcomp.plan.frozenmap import FrozenMap
+from seqcomp.plan.legality import length_factor
 from seqcomp.plan.schema import OutputMode, Plan, Transport
 from seqcomp.strategies.ring import Layout
 
@@ -39,6 +40,11 @@ class Degrees:
         return math.prod(self.of(axis) for axis in STRATEGY_OF)
 
     @property
+    def inner(self) -> int:
+        """Ranks among which a ring rank's tokens are cut evenly."""
+        return self.ulysses * self.tensor
+
+    @property
     def axes(self) -> tuple[str, ...]:
         """The axes of more than one rank, in the usual order."""
         return tuple(axis for axis in STRATEGY_OF if self.of(axis) > 1)
@@ -52,7 +58,7 @@ class Composition:
     """A composition of strategies: all that the search decides.
 
     ``order``: the axes of more than one rank, outermost first. ``fsdp``: the axes over which
-    parameters are sharded, () for none.
+    parameters are sharded, () for none. ``padded``: the length does not divide and is padded.
     """
 
     degrees: Degrees
@@ -63,6 +69,7 @@ class Composition:
     reshard: bool = True
     checkpoint: Checkpoint = "none"
     loss_chunks: int = 1
+    padded: bool = False
 
     def __post_init__(self) -> None:
         assert set(self.order) == set(self.degrees.axes)
@@ -72,6 +79,11 @@ class Composition:
     def mesh(self) -> dict[str, int]:
         """Axis -> size, outermost first; one rank is a data axis of one."""
         return {axis: self.degrees.of(axis) for axis in self.order} or {"data": 1}
+
+    @property
+    def factor(self) -> int:
+        """Lengths that need no padding are the multiples of this."""
+        return length_factor(self.layout, self.degrees.ring, self.degrees.inner)
 
     def to_plan(self, outputs: Mapping[str, OutputMode] | None = None) -> Plan:
         """The plan, with ``outputs`` as the model needs them."""
@@ -84,5 +96,6 @@ class Composition:
             mesh=FrozenMap(self.mesh),
             strategies=strategies,
             outputs=FrozenMap(outputs or {}),
+            padding="pad" if self.padded else "none",
             memory={"checkpoint": self.checkpoint, "loss_chunks": self.loss_chunks},
         )

@@ -36,7 +36,8 @@ class Limits:
     """What the model and the run allow.
 
     ``heads``: (query, KV) heads of every attention; ``widths``: sizes that the tensor degree
-    divides; ``batch``: sequences of all GPUs together, which the data degree divides.
+    divides; ``batch``: sequences of all GPUs together, which the data degree divides. ``padding``:
+    whether lengths that do not divide may be padded.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -44,6 +45,7 @@ class Limits:
     batch: int
     length: int
     causal: bool
+    padding: bool = False
 
     def tensor_degrees(self) -> tuple[int, ...]:
         """P divides Hq and every width; P divides Hkv or Hkv divides P."""
@@ -84,11 +86,10 @@ def layouts_of(degrees: Degrees, limits: Limits) -> tuple[Layout, ...]:
     wanted: tuple[Layout, ...] = ("contiguous",)
     if degrees.ring > 1 and limits.causal:
         wanted = ("zigzag", "striped", "contiguous")
-    inner = degrees.ulysses * degrees.tensor
     return tuple(
         layout
         for layout in wanted
-        if limits.length % length_factor(layout, degrees.ring, inner) == 0
+        if limits.padding or limits.length % length_factor(layout, degrees.ring, degrees.inner) == 0
     )
 
 
@@ -127,7 +128,21 @@ def arrangements_of(
     layouts = [layout for layout in space.layouts if layout in legal] or list(legal)
     transports = space.transports if degrees.ring > 1 else ("p2p",)
     for layout, transport in itertools.product(layouts, transports):
-        yield Composition(degrees, order, layout, transport)
+        padded = limits.length % length_factor(layout, degrees.ring, degrees.inner) != 0
+        yield Composition(degrees, order, layout, transport, padded=padded)
+
+
+def thriftiest_of(degrees: Degrees, limits: Limits, space: Space) -> Iterator[Composition]:
+    """The compositions that hold least: all given up for memory, whole or fully sharded.
+
+    Orders and layouts change what is sent and when, not what is held.
+    """
+    arranged = next(arrangements_of(degrees, degrees.axes, limits, space))
+    arranged = replace(arranged, checkpoint=space.checkpoint[-1], loss_chunks=space.loss_chunks[-1])
+    free = tuple(axis for axis in degrees.axes if axis != "tensor")
+    if free and space.fsdp:
+        yield replace(arranged, fsdp=free)
+    yield arranged
 
 
 def all_compositions(
@@ -150,3 +165,16 @@ def all_compositions(
                     checkpoint=checkpoint,
                     loss_chunks=chunks,
                 )
+
+
+def size_of(gpus: int, limits: Limits, space: Space, cluster: Cluster) -> int:
+    """How many compositions there are."""
+    options = len(space.checkpoint) * len(space.loss_chunks)
+    return options * sum(
+        len(list(shardings_of(degrees, space)))
+        * sum(
+            len(list(arrangements_of(degrees, order, limits, space)))
+            for order in orders_of(degrees, cluster)
+        )
+        for degrees in all_degrees(gpus, limits)
+    )

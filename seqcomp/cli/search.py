@@ -1,0 +1,91 @@
+"""``seqcomp search --model M --cluster C --seq-len S``: which plan is the fastest?"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from seqcomp.cli.reading import reading
+from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.plan.load import dump_plan
+
+if TYPE_CHECKING:
+    from seqcomp.search.search import Found
+
+FOUND, REFUSED, WRONG_USAGE = 0, 1, 2
+USAGE_CODES = ("SC010", "SC020", "SC027")
+
+
+class Mode(StrEnum):
+    """What a step is."""
+
+    train = "train"
+    prefill = "prefill"
+
+
+class Dtype(StrEnum):
+    """Of weights and activations."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+def search(
+    *,
+    model: Annotated[
+        str,
+        typer.Option(help="A known model such as llama3-8b, or a spec as of validate; no weights."),
+    ],
+    cluster: Annotated[str, typer.Option(help="A known cluster such as h100, or a YAML file.")],
+    seq_len: Annotated[int, typer.Option(min=1, help="Full sequence length in tokens.")],
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="How many GPUs; all of the cluster otherwise.")
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Sequences of one step, of all GPUs together.")
+    ] = 1,
+    mode: Annotated[Mode, typer.Option(help="A training step, or a prefill.")] = Mode.train,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.")] = Dtype.bf16,
+    out: Annotated[Path | None, typer.Option(help="Where to write the best plan.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object to standard output.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of what failed.")
+    ] = False,
+) -> None:
+    """The fastest of all plans that are legal and fit in memory, why, and what the next would change.
+
+    Exit 0 found, 1 nothing fits or refused, 2 wrong usage. Needs no GPU, and for known models no
+    torch. The plan is for exactly as many GPUs as asked for.
+    """
+    try:
+        with reading(model):
+            found = _found(model, cluster, gpus, seq_len, batch, dtype.value, mode.value)
+        if out is not None:
+            _write(out, found)
+    except PlanError as error:
+        if debug:
+            traceback.print_exc()
+        for item in error.diagnostics:
+            typer.echo(str(item), err=True)
+        if as_json:
+            shown = [item.to_json() for item in error.diagnostics]
+            typer.echo(json.dumps({"diagnostics": shown}, indent=2))
+        usage = any(item.code in USAGE_CODES for item in error.diagnostics)
+        raise typer.Exit(WRONG_USAGE if usage else REFUSED) from None
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        from seqcomp.report.search import search_text
+
+        typer.echo(search_text(found))
+        typer.echo(f"\n{out}:" if out else "")
+        typer.echo(dump_plan(found.plan), nl=False)
+    raise typer.Exit(FOUND)

@@ -1,0 +1,116 @@
+"""The result of a search as text: the plans, why the first, what the second would change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from seqcomp.report.render import as_text, readable
+from seqcomp.search.diff import Difference
+from seqcomp.search.reasons import Alternative, Reason
+from seqcomp.search.search import Found
+
+
+def search_text(found: Found) -> str:
+    """Tables and notes, without the plan itself."""
+    return as_text(list(_parts(found)))
+
+
+def _parts(found: Found) -> Iterator[Table | str]:
+    run, counts = found.pricer.run, found.counts
+    yield (
+        f"{found.pricer.model.name} on {found.gpus} GPUs of {found.pricer.cluster.name}, {run.mode}: "
+        f"{run.seq_len} tokens, batch {run.batch}, {run.dtype}"
+    )
+    yield (
+        f"{found.space} compositions of {counts.degrees} sets of degrees ({counts.unfit} of them "
+        f"too large for memory); {counts.priced} estimated, the others cannot be faster"
+    )
+    yield _ranking(found)
+    if found.reasons:
+        yield _reasons(found)
+    if found.runner_up is not None:
+        yield _difference(found.runner_up)
+    yield from map(str, found.notes)
+
+
+def _ranking(found: Found) -> Table:
+    table = Table(
+        "", "mesh", "layout", "fsdp", "memory", title="the fastest of each set of degrees"
+    )
+    for name in ("step", "compute", "exposed", "peak of a GPU", "MFU"):
+        table.add_column(name, justify="right")
+    for place, item in enumerate(found.ranked, start=1):
+        composition, price = item.composition, item.price
+        table.add_row(
+            str(place),
+            " x ".join(f"{axis} {size}" for axis, size in composition.mesh.items()),
+            _ring(composition.layout, composition.transport) if "ring" in composition.mesh else "",
+            " + ".join(composition.fsdp) + ("" if composition.reshard else " (kept)"),
+            _memory(composition.checkpoint, composition.loss_chunks),
+            seconds(price.step_seconds),
+            seconds(price.compute_seconds),
+            seconds(price.exposed_seconds),
+            readable(price.peak_bytes),
+            f"{price.mfu['causal']:.1%}",
+        )
+    return table
+
+
+def _ring(layout: str, transport: str) -> str:
+    return layout if transport == "p2p" else f"{layout}, {transport}"
+
+
+def _memory(checkpoint: str, chunks: int) -> str:
+    parts = [] if checkpoint == "none" else [checkpoint]
+    return ", ".join([*parts, *([f"{chunks} loss chunks"] if chunks > 1 else [])])
+
+
+def _reasons(found: Found) -> Table:
+    table = Table("decision", "chosen", "instead", title="why: one decision changed at a time")
+    for reason in found.reasons:
+        table.add_row(reason.decision, reason.chosen, _instead(reason, found))
+    return table
+
+
+def _instead(reason: Reason, found: Found) -> str:
+    best = found.best.price
+    memory = found.pricer.cluster.device.memory
+
+    def effect(item: Alternative) -> str:
+        if not item.fits:
+            return f"{item.value}: {readable(item.peak_bytes - memory)} too much"
+        return f"{item.value}: {percent(item.step_seconds, best.step_seconds)}"
+
+    return "; ".join(map(effect, reason.instead))
+
+
+def _difference(difference: Difference) -> Table:
+    table = Table("", "best", "second", "change", title="what the second would change")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for term in difference.terms:
+        show = seconds if term.unit == "s" else readable
+        table.add_row(
+            term.what, show(term.before), show(term.after), percent(term.after, term.before)
+        )
+    return table
+
+
+def seconds(value: float) -> str:
+    """Three digits, in s, ms or us."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-6:.3g} us"
+
+
+def percent(value: float, base: float) -> str:
+    """Change against `base`."""
+    if value == base:
+        return "same"
+    if base == 0:
+        return "new"
+    change = value / base - 1
+    return f"{change:+.1%}" if abs(change) < 10 else f"x {value / base:.3g}"
