@@ -133,14 +133,13 @@ class Layer:
             self.group.send(into, "gradients of keys and values", rest)
             return
         merge = self._merge(backward=backward)
-        tiles = [
-            self._tile(p, backward=backward) + (merge if index else 0.0)
-            for index, p in enumerate(pairs)
-        ]
+        each = {p: self._tile(p, backward=backward) for p in set(pairs)}
+        tiles = [each[p] + (merge if index else 0.0) for index, p in enumerate(pairs)]
         hops = [0.0] * len(tiles)
         keys, *grads = ring
+        hop = self.group.seconds(keys) / keys.count
         for index in range(keys.count):
-            hops[index] += self.group.seconds(keys) / keys.count
+            hops[index] += hop
         last = 0.0
         for step in grads:
             # The travelling sum starts behind the second block and ends one hop behind the last.
