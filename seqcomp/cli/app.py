@@ -8,6 +8,7 @@ import typer
 
 from seqcomp.cli.estimate import estimate
 from seqcomp.cli.explain import explain
+from seqcomp.cli.search import search
 from seqcomp.cli.validate import validate
 from seqcomp.cli.verify import verify
 
@@ -26,6 +27,7 @@ def build_app() -> typer.Typer:
     app.command()(verify)
     app.command()(explain)
     app.command()(estimate)
+    app.command()(search)
     return app
 
 

@@ -60,7 +60,7 @@ def search(
         bool, typer.Option("--debug", help="Show the traceback of what failed.")
     ] = False,
 ) -> None:
-    """The fastest of all plans that are legal and fit in memory, why, and what the next would change.
+    """The fastest of all plans that are legal and fit, why, and what the next would change.
 
     Exit 0 found, 1 nothing fits or refused, 2 wrong usage. Needs no GPU, and for known models no
     torch. The plan is for exactly as many GPUs as asked for.
@@ -89,3 +89,52 @@ def search(
         typer.echo(f"\n{out}:" if out else "")
         typer.echo(dump_plan(found.plan), nl=False)
     raise typer.Exit(FOUND)
+
+
+def _found(
+    model: str, cluster: str, gpus: int | None, seq_len: int, batch: int, dtype: str, mode: str
+) -> Found:
+    from seqcomp.cost.run import Run
+    from seqcomp.hardware.load import load_cluster
+    from seqcomp.integrations.shapes import read_shape
+    from seqcomp.search.search import search as run_search
+    from seqcomp.search.space import Space
+
+    machine = load_cluster(cluster)
+    run = Run(seq_len, batch, dtype, "train" if mode == "train" else "prefill")
+    loss_inside = computes_loss(model)
+    return run_search(
+        read_shape(model),
+        machine,
+        run,
+        gpus=gpus,
+        outputs={"logits": "drop"} if run.trains and loss_inside else {},
+        space=Space() if loss_inside else Space(loss_chunks=(1,)),
+    )
+
+
+def computes_loss(model: str) -> bool:
+    """Whether a model is known to take labels and to give logits beside its loss.
+
+    Its logits are then dropped in training, and may be made in chunks.
+    """
+    kind, _, name = model.partition(":")
+    causal_lm = name.partition("?")[0].endswith(("ForCausalLM", "LMHeadModel"))
+    return not name or (kind == "hf" and causal_lm)
+
+
+def _write(path: Path, found: Found) -> None:
+    run, best = found.pricer.run, found.best.price
+    lines = (
+        f"# The fastest plan that seqcomp search found for {found.pricer.model.name} on {found.gpus}",
+        f"# GPUs of {found.pricer.cluster.name}, {run.mode} of {run.seq_len} tokens, batch {run.batch},",
+        f"# {run.dtype}: an estimated {best.step_seconds:.3g} s a step and "
+        f"{best.peak_bytes / 2**30:.1f} GiB on a GPU.",
+    )
+    try:
+        path.write_text("\n".join((*lines, dump_plan(found.plan))), encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PlanError(
+            diagnostic("SC656", where=str(path), found=reason, legal="a path that can be written")
+        ) from error

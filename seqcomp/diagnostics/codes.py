@@ -231,6 +231,7 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "The search chooses degrees, order, layout, transport, sharding, checkpoints and chunks."),
     ("SC655", "note", "other plans are as good",
      "Their times differ by less than the cost model is exact."),
+    ("SC656", "error", "the plan cannot be written", "The path is no file that can be made."),
     # --- not available yet ----------------------------------------------------------------
     ("SC921", "error", "models of this kind are not available here",
      "The library that defines them is not installed, or its support is not built yet."),

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from seqcomp.report.render import as_text, readable
+from seqcomp.report.estimate import seconds_of
+from seqcomp.report.text import as_text, readable
 from seqcomp.search.diff import Difference
 from seqcomp.search.reasons import Alternative, Reason
 from seqcomp.search.search import Found
@@ -20,8 +21,8 @@ def search_text(found: Found) -> str:
 def _parts(found: Found) -> Iterator[Table | str]:
     run, counts = found.pricer.run, found.counts
     yield (
-        f"{found.pricer.model.name} on {found.gpus} GPUs of {found.pricer.cluster.name}, {run.mode}: "
-        f"{run.seq_len} tokens, batch {run.batch}, {run.dtype}"
+        f"{found.pricer.model.name} on {found.gpus} GPUs of {found.pricer.cluster.name}; "
+        f"{run.mode}, batch {run.batch} in all, length {run.seq_len}, {run.dtype}"
     )
     yield (
         f"{found.space} compositions of {counts.degrees} sets of degrees ({counts.unfit} of them "
@@ -49,9 +50,9 @@ def _ranking(found: Found) -> Table:
             _ring(composition.layout, composition.transport) if "ring" in composition.mesh else "",
             " + ".join(composition.fsdp) + ("" if composition.reshard else " (kept)"),
             _memory(composition.checkpoint, composition.loss_chunks),
-            seconds(price.step_seconds),
-            seconds(price.compute_seconds),
-            seconds(price.exposed_seconds),
+            seconds_of(price.step_seconds),
+            seconds_of(price.compute_seconds),
+            seconds_of(price.exposed_seconds),
             readable(price.peak_bytes),
             f"{price.mfu['causal']:.1%}",
         )
@@ -91,19 +92,17 @@ def _difference(difference: Difference) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for term in difference.terms:
-        show = seconds if term.unit == "s" else readable
+        show = seconds_of if term.unit == "s" else _bytes
         table.add_row(
-            term.what, show(term.before), show(term.after), percent(term.after, term.before)
+            term.what,
+            *(show(value) for value in (term.before, term.after)),
+            percent(term.after, term.before),
         )
     return table
 
 
-def seconds(value: float) -> str:
-    """Three digits, in s, ms or us."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 1e-6:.3g} us"
+def _bytes(value: float) -> str:
+    return readable(round(value))
 
 
 def percent(value: float, base: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from seqcomp.cost.estimate import Estimate
 from seqcomp.cost.run import Run
@@ -47,6 +48,34 @@ class Found:
     def plan(self) -> Plan:
         """The plan of the best."""
         return self.best.composition.to_plan(self.pricer.outputs)
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values: the plans with their estimates, the best first."""
+        run = self.pricer.run
+        return {
+            "model": self.pricer.model.name,
+            "cluster": self.pricer.cluster.name,
+            "gpus": self.gpus,
+            "seq_len": run.seq_len,
+            "batch": run.batch,
+            "dtype": run.dtype,
+            "mode": run.mode,
+            "plan": self.plan.to_dict(),
+            "ranked": [
+                {
+                    "plan": item.composition.to_plan(self.pricer.outputs).to_dict(),
+                    "estimate": {**item.price.to_json(), "timeline": []},
+                }
+                for item in self.ranked
+            ],
+            "reasons": [reason.to_json() for reason in self.reasons],
+            "runner_up": None if self.runner_up is None else self.runner_up.to_json(),
+            "space": self.space,
+            "degrees": self.counts.degrees,
+            "degrees_too_large": self.counts.unfit,
+            "estimated": self.counts.priced,
+            "notes": [note.to_json() for note in self.notes],
+        }
 
 
 def search(
