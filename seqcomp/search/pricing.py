@@ -67,6 +67,10 @@ class Pricer:
         plan = self.resolved(composition)
         return peak_bytes(memory_rows(plan, self.model, self.run_of(composition)))
 
+    def fits(self, composition: Composition) -> bool:
+        """Whether that is within the memory of a GPU."""
+        return self.held(composition) <= self.cluster.device.memory
+
     def bytes_by_axis(self, composition: Composition) -> dict[str, int]:
         """What one rank sends in one step."""
         return bytes_by_axis(self.resolved(composition), self.model, self.run_of(composition))
@@ -89,15 +93,17 @@ class Bounded:
         """What the cost model says of it."""
         return self.pricer.price(composition)
 
+    def fits(self, composition: Composition) -> bool:
+        """Whether it is within the memory of a GPU."""
+        return self.pricer.fits(composition)
+
     def floor(self, composition: Composition) -> float:
         """The time of an arrangement without any parameters."""
         return self._light(composition, self.pricer.cluster)
 
     def floor_of_degrees(self, degrees: Degrees) -> float:
         """The same on ideal links, of the fastest layout and transport; infinite: nothing fits."""
-        memory = self.pricer.cluster.device.memory
-        thrifty = thriftiest_of(degrees, self.limits, self.space)
-        if all(self.pricer.held(composition) > memory for composition in thrifty):
+        if not any(map(self.fits, thriftiest_of(degrees, self.limits, self.space))):
             return math.inf
         machine = ideal(self.pricer.cluster, degrees.gpus)
         arranged = arrangements_of(degrees, degrees.axes, self.limits, self.space)

@@ -34,11 +34,6 @@ class Price(Protocol):
         """Time of one step."""
         ...
 
-    @property
-    def fits(self) -> bool:
-        """Whether it stays within the memory of a GPU."""
-        ...
-
 
 P_co = TypeVar("P_co", bound=Price, covariant=True)
 P = TypeVar("P", bound=Price)
@@ -49,6 +44,10 @@ class Pricing(Protocol[P_co]):
 
     def price(self, composition: Composition) -> P_co:
         """Time and memory of a composition."""
+        ...
+
+    def fits(self, composition: Composition) -> bool:
+        """Whether it stays within the memory of a GPU."""
         ...
 
     def floor_of_degrees(self, degrees: Degrees) -> float:
@@ -142,33 +141,20 @@ def rank(
             fsdp = tuple(axis for axis in arrangement.order if axis in axes)
             for item in _fitting(replace(arrangement, fsdp=fsdp, reshard=reshard), space, pricing):
                 ranking.counts.priced += 1
-                if item.price.fits:
-                    ranking.offer(item)
+                ranking.offer(item)
     return ranking
 
 
 def _fitting(start: Composition, space: Space, pricing: Pricing[P]) -> Iterator[Ranked[P]]:
-    """Options of memory until they fit: for each kind of checkpoint the fewest chunks that do."""
-
-    def priced(checkpoint: int, chunks: int) -> Ranked[P]:
-        chosen = replace(
-            start,
-            checkpoint=space.checkpoint[checkpoint],
-            loss_chunks=space.loss_chunks[chunks],
-        )
-        return Ranked(chosen, pricing.price(chosen))
-
-    first = priced(0, 0)
-    yield first
-    if first.price.fits or len(space.checkpoint) * len(space.loss_chunks) == 1:
-        return
-    least = priced(-1, -1)
-    yield least
-    if not least.price.fits:
-        return
-    for checkpoint in range(len(space.checkpoint)):
-        for chunks in range(len(space.loss_chunks)):
-            item = priced(checkpoint, chunks)
-            yield item
-            if item.price.fits:
-                break
+    """Options of memory that fit: for each kind of checkpoint the fewest chunks that do."""
+    for checkpoint in space.checkpoint:
+        options = [
+            replace(start, checkpoint=checkpoint, loss_chunks=chunks)
+            for chunks in space.loss_chunks
+        ]
+        if not pricing.fits(options[-1]):
+            continue
+        chosen = next(option for option in options if pricing.fits(option))
+        yield Ranked(chosen, pricing.price(chosen))
+        if chosen == options[0]:
+            return  # whatever keeps less takes longer

@@ -32,12 +32,6 @@ CLUSTER = cluster_of(4)
 @dataclass(frozen=True)
 class MadeUp:
     step_seconds: float
-    peak: float
-    capacity: float
-
-    @property
-    def fits(self) -> bool:
-        return self.peak <= self.capacity
 
 
 @dataclass
@@ -56,18 +50,20 @@ class HandMade:
 
     def price(self, composition: Composition) -> MadeUp:
         self.asked.append(composition)
-        start = replace(composition, checkpoint="none", loss_chunks=1)
-        given_up = self.space.checkpoint.index(composition.checkpoint)
-        chunks = self.space.loss_chunks.index(composition.loss_chunks)
-        seconds = 1 + self._digest(start) + 0.3 * given_up + 0.1 * chunks
-        return MadeUp(
-            seconds, 1 + self._digest(start, "m") - 0.2 * given_up - 0.05 * chunks, self.capacity
-        )
+        given_up, chunks = self._given_up(composition)
+        return MadeUp(1 + self._digest(composition, "t") + 0.3 * given_up + 0.1 * chunks)
+
+    def fits(self, composition: Composition) -> bool:
+        given_up, chunks = self._given_up(composition)
+        return 1 + self._digest(composition, "m") - 0.2 * given_up - 0.05 * chunks <= self.capacity
 
     def floor(self, composition: Composition) -> float:
         degrees = composition.degrees
         found = [
-            1 + self._digest(replace(composition, fsdp=_in_order(composition, axes), reshard=again))
+            1
+            + self._digest(
+                replace(composition, fsdp=_in_order(composition, axes), reshard=again), "t"
+            )
             for axes, again in shardings_of(degrees, self.space)
         ]
         return min(found) * (1 - self.slack)
@@ -79,12 +75,20 @@ class HandMade:
             for arranged in arrangements_of(degrees, order, self.limits, self.space)
         )
 
-    def everything(self, gpus: int) -> list[tuple[Composition, MadeUp]]:
-        chosen = list(all_compositions(gpus, self.limits, self.space, CLUSTER))
-        return [(c, self.price(c)) for c in chosen]
+    def everything(self, gpus: int) -> list[tuple[Composition, float]]:
+        """All that fit, with their seconds."""
+        chosen = all_compositions(gpus, self.limits, self.space, CLUSTER)
+        return [(c, self.price(c).step_seconds) for c in chosen if self.fits(c)]
 
-    def _digest(self, composition: Composition, salt: str = "t") -> float:
-        text = f"{self.seed}{salt}{composition}"
+    def _given_up(self, composition: Composition) -> tuple[int, int]:
+        return (
+            self.space.checkpoint.index(composition.checkpoint),
+            self.space.loss_chunks.index(composition.loss_chunks),
+        )
+
+    def _digest(self, composition: Composition, salt: str) -> float:
+        start = replace(composition, checkpoint="none", loss_chunks=1)
+        text = f"{self.seed}{salt}{start}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
 
 

@@ -23,13 +23,11 @@ LIMITS = Limits(heads=((4, 2),), widths=(24,), batch=2, length=96, causal=True)
 def test_it_agrees_with_brute_force(gpus: int, capacity: float, slack: float, seed: int) -> None:
     pricing = HandMade(LIMITS, SPACE, capacity, seed, slack)
     best = {}
-    for composition, price in pricing.everything(gpus):
-        if price.fits:
-            seconds = best.get(composition.degrees, float("inf"))
-            best[composition.degrees] = min(seconds, price.step_seconds)
+    for composition, seconds in pricing.everything(gpus):
+        best[composition.degrees] = min(seconds, best.get(composition.degrees, seconds))
     found = rank(gpus, LIMITS, SPACE, pricing, CLUSTER, keep=3).ranked
     assert [item.price.step_seconds for item in found] == sorted(best.values())[:3]
-    assert all(item.price.fits for item in found)
+    assert all(pricing.fits(item.composition) for item in found)
     assert all(best[i.composition.degrees] == i.price.step_seconds for i in found)
 
 
