@@ -1,8 +1,8 @@
 """What no composition can beat: the cost model itself, asked about a lighter load on better links.
 
-Both bounds are estimates of the same model without its parameters: nothing is then sent, summed or
-updated for them, whatever shards them, and all of it takes time that is not negative. Options of
-memory only add work.
+Both bounds are estimates in which nothing is sent for parameters, whatever shards them, and a rank
+updates as few as possible; what is left out takes time that is not negative. Options of memory only
+add work, so the least that can fit is assumed.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from seqcomp.cost.shape import ModelShape, Parameters
+from seqcomp.cost.workload import Workload
 from seqcomp.hardware.cluster import Cluster, Link
 from seqcomp.plan.frozenmap import FrozenMap
 
 
-def weightless(model: ModelShape) -> ModelShape:
-    """The same sizes, and no parameter."""
-    blocks = tuple(replace(block, parameters=Parameters(0)) for block in model.blocks)
-    return replace(model, blocks=blocks, embedding=0, head=0, other=0)
+def without_parameters(work: Workload) -> Workload:
+    """What is sent for activations alone."""
+    return Workload(
+        tuple(replace(block, parameters=()) for block in work.blocks),
+        tuple((where, step) for where, step in work.ends if where != "gradients"),
+    )
 
 
 def ideal(cluster: Cluster, gpus: int) -> Cluster:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from seqcomp.cost.estimate import Estimate, estimate
 from seqcomp.cost.memory import memory_rows, peak_bytes
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
+from seqcomp.cost.workload import workload_of
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.frozenmap import FrozenMap
 from seqcomp.plan.legality import nearest_lengths
 from seqcomp.plan.resolve import ResolvedPlan, resolve
 from seqcomp.plan.schema import OutputMode
-from seqcomp.search.bounds import ideal, weightless
-from seqcomp.search.composition import Composition, Degrees
+from seqcomp.search.bounds import ideal, without_parameters
+from seqcomp.search.composition import Checkpoint, Composition, Degrees
 from seqcomp.search.diff import bytes_by_axis
 from seqcomp.search.space import Limits, Space, arrangements_of, thriftiest_of
 
@@ -77,17 +78,20 @@ class Pricer:
 
     def within(self, limits: Limits, space: Space) -> Bounded:
         """The same with bounds on what can be chosen."""
-        return Bounded(self, limits, space, weightless(self.model))
+        return Bounded(self, limits, space)
 
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A pricer and its bounds (see `bounds`), as `rank` asks for them."""
+    """A pricer and its bounds (see `bounds`), as `rank` asks for them.
+
+    ``levels``: of each set of degrees, the first kind of checkpoint with which anything fits.
+    """
 
     pricer: Pricer
     limits: Limits
     space: Space
-    light: ModelShape
+    levels: dict[Degrees, Checkpoint | None] = field(default_factory=dict)
 
     def price(self, composition: Composition) -> Estimate:
         """What the cost model says of it."""
@@ -98,17 +102,35 @@ class Bounded:
         return self.pricer.fits(composition)
 
     def floor(self, composition: Composition) -> float:
-        """The time of an arrangement without any parameters."""
-        return self._light(composition, self.pricer.cluster)
+        """The time of an arrangement if parameters were not sent; infinite: nothing fits."""
+        return self._floor(composition, self.pricer.cluster)
 
     def floor_of_degrees(self, degrees: Degrees) -> float:
-        """The same on ideal links, of the fastest layout and transport; infinite: nothing fits."""
-        if not any(map(self.fits, thriftiest_of(degrees, self.limits, self.space))):
-            return math.inf
+        """The same on ideal links, of the fastest layout and transport."""
         machine = ideal(self.pricer.cluster, degrees.gpus)
         arranged = arrangements_of(degrees, degrees.axes, self.limits, self.space)
-        return min(self._light(composition, machine) for composition in arranged)
+        return min(self._floor(composition, machine) for composition in arranged)
 
-    def _light(self, composition: Composition, cluster: Cluster) -> float:
-        plan, run = self.pricer.resolved(composition), self.pricer.run_of(composition)
-        return estimate(plan, self.light, cluster, run, advise=False).step_seconds
+    def _floor(self, composition: Composition, cluster: Cluster) -> float:
+        level = self._level(composition.degrees)
+        if level is None:
+            return math.inf
+        free = tuple(axis for axis in composition.order if axis != "tensor")
+        pricer, light = self.pricer, replace(composition, fsdp=free, checkpoint=level)
+        plan, run = pricer.resolved(light), pricer.run_of(light)
+        work = without_parameters(workload_of(plan, pricer.model, run))
+        found = estimate(plan, pricer.model, cluster, run, advise=False, work=work)
+        return found.step_seconds
+
+    def _level(self, degrees: Degrees) -> Checkpoint | None:
+        if degrees not in self.levels:
+            thrifty = list(thriftiest_of(degrees, self.limits, self.space))
+            self.levels[degrees] = next(
+                (
+                    level
+                    for level in self.space.checkpoint
+                    if any(self.fits(replace(one, checkpoint=level)) for one in thrifty)
+                ),
+                None,
+            )
+        return self.levels[degrees]
