@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+MOST_ROUNDS = 16
+"""Longer rows of equal rounds are shown as one."""
 Stream = Literal["compute", "communication", "background"]
 
 
@@ -56,18 +59,38 @@ class Timeline:
     def rounds(
         self, what: str, axis: str, link: str, tiles: Sequence[float], hops: Sequence[float]
     ) -> None:
-        """Round i computes ``tiles[i]`` while ``hops[i]`` is under way; a round ends with both."""
-        for index, (tile, hop) in enumerate(zip(tiles, hops, strict=True)):
-            slowed = tile + self.contention * min(tile, hop)
-            if tile:
-                self._add("compute", f"{what} round {index}", self.now, self.now + slowed)
-            if hop:
-                name = f"{what} hop {index}"
-                self._add("communication", name, self.now, self.now + hop)
-            self._wait(axis, max(hop - slowed, 0.0))
-            self.computing += slowed
-            self.now += max(slowed, hop)
-            self.links[link] = self.links.get(link, 0.0) + hop
+        """Round i computes ``tiles[i]`` while ``hops[i]`` is under way; a round ends with both.
+
+        Many equal rounds in a row are one event on each stream.
+        """
+        first = 0
+        for (tile, hop), alike in itertools.groupby(zip(tiles, hops, strict=True)):
+            count = len(list(alike))
+            together = count if count > MOST_ROUNDS else 1
+            for start in range(first, first + count, together):
+                self._round(what, axis, link, (start, start + together), (tile, hop))
+            first += count
+
+    def _round(
+        self,
+        what: str,
+        axis: str,
+        link: str,
+        rounds: tuple[int, int],
+        each: tuple[float, float],
+    ) -> None:
+        """Rounds from the first to before the second, all of one tile and one hop."""
+        (first, stop), (tile, hop) = rounds, each
+        count, at = stop - first, str(first) if stop == first + 1 else f"{first} to {stop - 1}"
+        slowed = tile + self.contention * min(tile, hop)
+        if tile:
+            self._add("compute", f"{what} round {at}", self.now, self.now + count * slowed)
+        if hop:
+            self._add("communication", f"{what} hop {at}", self.now, self.now + count * hop)
+        self._wait(axis, count * max(hop - slowed, 0.0))
+        self.computing += count * slowed
+        self.now += count * max(slowed, hop)
+        self.links[link] = self.links.get(link, 0.0) + count * hop
 
     def behind(self, what: str, axis: str, link: str, seconds: float) -> None:
         """Communication in the background of the whole timeline: the last thing to be added.
