@@ -125,11 +125,11 @@ def computes_loss(model: str) -> bool:
 
 def _write(path: Path, found: Found) -> None:
     run, best = found.pricer.run, found.best.price
+    found_for = f"{found.pricer.model.name} on {found.gpus} GPUs of {found.pricer.cluster.name}"
     lines = (
-        f"# The fastest plan that seqcomp search found for {found.pricer.model.name} on {found.gpus}",
-        f"# GPUs of {found.pricer.cluster.name}, {run.mode} of {run.seq_len} tokens, batch {run.batch},",
-        f"# {run.dtype}: an estimated {best.step_seconds:.3g} s a step and "
-        f"{best.peak_bytes / 2**30:.1f} GiB on a GPU.",
+        f"# Found by seqcomp search for {found_for},",
+        f"# {run.mode}, length {run.seq_len}, batch {run.batch} in all, {run.dtype}.",
+        f"# Estimated: {best.step_seconds:.3g} s a step, {best.peak_bytes / 2**30:.1f} GiB a GPU.",
     )
     try:
         path.write_text("\n".join((*lines, dump_plan(found.plan))), encoding="utf-8")

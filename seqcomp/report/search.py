@@ -12,6 +12,9 @@ from seqcomp.search.diff import Difference
 from seqcomp.search.reasons import Alternative, Reason
 from seqcomp.search.search import Found
 
+MOST_SHOWN = 3
+"""Alternatives to one decision; all of them are in the JSON."""
+
 
 def search_text(found: Found) -> str:
     """Tables and notes, without the plan itself."""
@@ -40,7 +43,7 @@ def _ranking(found: Found) -> Table:
     table = Table(
         "", "mesh", "layout", "fsdp", "memory", title="the fastest of each set of degrees"
     )
-    for name in ("step", "compute", "exposed", "peak of a GPU", "MFU"):
+    for name in ("step", "compute", "exposed", "peak of a GPU", "MFU (causal)"):
         table.add_column(name, justify="right")
     for place, item in enumerate(found.ranked, start=1):
         composition, price = item.composition, item.price
@@ -84,7 +87,9 @@ def _instead(reason: Reason, found: Found) -> str:
             return f"{item.value}: {readable(item.peak_bytes - memory)} too much"
         return f"{item.value}: {percent(item.step_seconds, best.step_seconds)}"
 
-    return "; ".join(map(effect, reason.instead))
+    shown = [effect(item) for item in reason.instead[:MOST_SHOWN]]
+    left = len(reason.instead) - len(shown)
+    return "; ".join(shown) + (f"; {left} more" if left else "")
 
 
 def _difference(difference: Difference) -> Table:

@@ -85,15 +85,19 @@ def _terms(
     yield Term("step", "s", first.step_seconds, second.step_seconds)
     yield Term("compute", "s", first.compute_seconds, second.compute_seconds)
     yield Term("exposed", "s", first.exposed_seconds, second.exposed_seconds)
+    yield from _each("waiting for", "s", first.exposed, second.exposed)
     yield Term("sent", "B", sum(sent[0].values()), sum(sent[1].values()))
-    yield from _each("sent over", *sent)
+    yield from _each("sent over", "B", *sent)
     yield Term("peak", "B", first.peak_bytes, second.peak_bytes)
-    yield from _each("held:", *({row.what: row.bytes for row in one.memory} for one in priced))
+    held = ({row.what: row.bytes for row in one.memory} for one in priced)
+    yield from _each("held:", "B", *held)
 
 
-def _each(prefix: str, first: Mapping[str, int], second: Mapping[str, int]) -> Iterator[Term]:
+def _each(
+    prefix: str, unit: Unit, first: Mapping[str, float], second: Mapping[str, float]
+) -> Iterator[Term]:
     for name in dict.fromkeys((*first, *second)):
-        yield Term(f"{prefix} {name}", "B", first.get(name, 0), second.get(name, 0))
+        yield Term(f"{prefix} {name}", unit, first.get(name, 0), second.get(name, 0))
 
 
 def bytes_by_axis(plan: ResolvedPlan, model: ModelShape, run: Run) -> dict[str, int]:

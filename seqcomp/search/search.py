@@ -9,17 +9,17 @@ from typing import Any
 from seqcomp.cost.estimate import Estimate
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
-from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
+from seqcomp.diagnostics import Diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.frozenmap import FrozenMap
 from seqcomp.plan.schema import OutputMode, Plan
 from seqcomp.search.diff import Difference, difference
-from seqcomp.search.feasible import Change, changes, least_memory
 from seqcomp.search.notes import notes_of
+from seqcomp.search.nothing import nothing_found, too_few_gpus
 from seqcomp.search.pricing import Pricer
 from seqcomp.search.rank import Counts, Ranked, rank
 from seqcomp.search.reasons import Reason, reasons_for
-from seqcomp.search.space import Space, all_degrees, size_of
+from seqcomp.search.space import Space, size_of
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,7 @@ def search(
     pricer = Pricer(model, cluster, run, FrozenMap(outputs or {}))
     count = cluster.gpus if gpus is None else gpus
     if count > cluster.gpus:
-        raise PlanError(
-            diagnostic(
-                "SC652",
-                where="gpus",
-                message=f"{cluster.name} has {cluster.gpus} GPUs",
-                found=count,
-                legal=f"1 to {cluster.gpus}",
-            )
-        )
+        raise too_few_gpus(cluster, count)
     chosen = space or Space()
     if not run.trains:
         chosen = replace(chosen, checkpoint=("none",), loss_chunks=(1,))
@@ -136,7 +128,7 @@ def search(
                 space=size_of(count, limits, chosen, cluster),
                 notes=tuple(notes_of(ranking.ranked, pricer)),
             )
-    raise _nothing(pricer, chosen, count)
+    raise nothing_found(pricer, chosen, count)
 
 
 def _runner_up(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Difference | None:
@@ -148,70 +140,3 @@ def _runner_up(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Differen
         (ranked[0].price, ranked[1].price),
         (pricer.bytes_by_axis(best), pricer.bytes_by_axis(second)),
     )
-
-
-def _nothing(pricer: Pricer, space: Space, gpus: int) -> PlanError:
-    """SC651 or SC652: what is missing, and what would do."""
-    run = pricer.run
-    what = f"one step of {pricer.model.name} at {run.seq_len} tokens and batch {run.batch}"
-    least = least_memory(pricer, space, gpus)
-    if least is None:
-        legal = tuple(n for n in range(1, 2 * gpus + 1) if _is_legal(n, pricer))
-        below = [n for n in legal if n < gpus][-2:]
-        above = [n for n in legal if n > gpus][:2]
-        return PlanError(
-            diagnostic(
-                "SC652",
-                where="gpus",
-                message=f"no composition divides {what} among exactly {gpus} GPUs",
-                found=gpus,
-                legal=(*below, *above),
-                help="use one of these numbers of GPUs, or a batch that they divide",
-            )
-        )
-    memory = pricer.cluster.device.memory
-    most = max(least.price.memory, key=lambda row: row.bytes)
-    ways = [_way(change) for change in changes(pricer, space, gpus)]
-    return PlanError(
-        diagnostic(
-            "SC651",
-            where=f"{gpus} x {pricer.cluster.device.name}",
-            message=f"{what} does not fit: the composition that holds least, "
-            f"{_described(least)}, needs {_gib(least.price.peak_bytes)} of "
-            f"{_gib(memory)} on a GPU, {_gib(least.price.peak_bytes - memory)} too much "
-            f"(most of it: {most.what}, {_gib(most.bytes)})",
-            found=least.price.peak_bytes,
-            legal=memory,
-            help="; or ".join(ways) or "no number of GPUs, length or batch that was tried fits",
-        )
-    )
-
-
-def _is_legal(gpus: int, pricer: Pricer) -> bool:
-    return next(all_degrees(gpus, pricer.limits(padding=True)), None) is not None
-
-
-def _way(change: Change) -> str:
-    least = change.least
-    words = {
-        "gpus": f"use {change.value} GPUs",
-        "seq_len": f"use a length of {change.value}",
-        "batch": f"use a batch of {change.value}",
-    }
-    return f"{words[change.what]} ({_described(least)}: {_gib(least.price.peak_bytes)})"
-
-
-def _described(item: Ranked[Estimate]) -> str:
-    c = item.composition
-    parts = [str(c.degrees)]
-    if c.fsdp:
-        parts.append("fsdp")
-    if c.checkpoint != "none":
-        parts.append(f"checkpoint {c.checkpoint}")
-    if c.loss_chunks > 1:
-        parts.append(f"{c.loss_chunks} loss chunks")
-    return ", ".join(parts)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

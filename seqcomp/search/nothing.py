@@ -1,0 +1,94 @@
+"""The errors of a search that finds nothing: what is missing, and what would do."""
+
+from __future__ import annotations
+
+from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.hardware.cluster import Cluster
+from seqcomp.search.feasible import Change, Held, changes, least_memory
+from seqcomp.search.pricing import Pricer
+from seqcomp.search.space import Space, all_degrees
+
+
+def too_few_gpus(cluster: Cluster, gpus: int) -> PlanError:
+    """SC652: the cluster has fewer."""
+    return PlanError(
+        diagnostic(
+            "SC652",
+            where="gpus",
+            message=f"{cluster.name} has {cluster.gpus} GPUs",
+            found=gpus,
+            legal=f"1 to {cluster.gpus}",
+        )
+    )
+
+
+def nothing_found(pricer: Pricer, space: Space, gpus: int) -> PlanError:
+    """SC651 where nothing fits, SC652 where nothing is legal."""
+    run = pricer.run
+    what = f"one step of {pricer.model.name} at {run.seq_len} tokens and batch {run.batch}"
+    least = least_memory(pricer, space, gpus)
+    return (
+        _illegal(pricer, gpus, what)
+        if least is None
+        else _too_large(pricer, space, gpus, what, least)
+    )
+
+
+def _illegal(pricer: Pricer, gpus: int, what: str) -> PlanError:
+    limits = pricer.limits(padding=True)
+    legal = [n for n in range(1, 2 * gpus + 1) if next(all_degrees(n, limits), None) is not None]
+    near = [n for n in legal if n < gpus][-2:] + [n for n in legal if n > gpus][:2]
+    return PlanError(
+        diagnostic(
+            "SC652",
+            where="gpus",
+            message=f"no composition divides {what} among exactly {gpus} GPUs",
+            found=gpus,
+            legal=tuple(near),
+            help="use one of these numbers of GPUs, or a batch that they divide",
+        )
+    )
+
+
+def _too_large(pricer: Pricer, space: Space, gpus: int, what: str, least: Held) -> PlanError:
+    device = pricer.cluster.device
+    row = max(pricer.price(least.composition).memory, key=lambda row: row.bytes)
+    ways = [_way(change, pricer.cluster) for change in changes(pricer, space, gpus)]
+    return PlanError(
+        diagnostic(
+            "SC651",
+            where=f"{gpus} x {device.name}",
+            message=f"{what} does not fit: the composition that holds least, "
+            f"{_described(least)}, is {_gib(least.bytes - device.memory)} too large for a GPU "
+            f"(most of it: {row.what}, {_gib(row.bytes)})",
+            found=_gib(least.bytes),
+            legal=f"at most {_gib(device.memory)}",
+            help="; or ".join(ways) or "no number of GPUs, length or batch that was tried fits",
+        )
+    )
+
+
+def _way(change: Change, cluster: Cluster) -> str:
+    beyond = f" (the cluster has {cluster.gpus})" if change.value > cluster.gpus else ""
+    words = {
+        "gpus": f"use {change.value} GPUs{beyond}",
+        "seq_len": f"use a length of {change.value}",
+        "batch": f"use a batch of {change.value}",
+    }
+    return f"{words[change.what]} ({_described(change.least)}: {_gib(change.least.bytes)})"
+
+
+def _described(held: Held) -> str:
+    chosen = held.composition
+    parts = [str(chosen.degrees)]
+    if chosen.fsdp:
+        parts.append("fsdp")
+    if chosen.checkpoint != "none":
+        parts.append(f"checkpoint {chosen.checkpoint}")
+    if chosen.loss_chunks > 1:
+        parts.append(f"{chosen.loss_chunks} loss chunks")
+    return ", ".join(parts)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
