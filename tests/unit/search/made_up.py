@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, replace
 
-from seqcomp.hardware.cluster import Cluster, Curve, Device, Kernels, Link
-from seqcomp.plan.frozenmap import FrozenMap
 from seqcomp.search.composition import Composition, Degrees
 from seqcomp.search.space import (
     Limits,
@@ -16,17 +14,9 @@ from seqcomp.search.space import (
     orders_of,
     shardings_of,
 )
+from tests.fixtures.pricing import ideal
 
-
-def cluster_of(gpus_per_node: int, nodes: int = 64) -> Cluster:
-    """A machine of which only the shape is asked."""
-    one = Curve(((1.0, 1.0),))
-    device = Device("made up", 1, 1.0, FrozenMap(), Kernels(one, one, one, 1.0, 0.0))
-    fast, slow = Link("fast", 0.0, 2.0), Link("slow", 0.0, 1.0)
-    return Cluster("made up", device, gpus_per_node, nodes, fast, slow)
-
-
-CLUSTER = cluster_of(4)
+CLUSTER = ideal(gpus_per_node=4)
 
 
 @dataclass(frozen=True)

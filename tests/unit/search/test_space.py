@@ -21,7 +21,8 @@ from seqcomp.search.space import (
     arrangements_of,
     orders_of,
 )
-from tests.unit.search.made_up import CLUSTER, cluster_of
+from tests.fixtures.pricing import ideal
+from tests.unit.search.made_up import CLUSTER
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 HEADS = [(1, 1), (4, 2), (6, 6), (8, 1), (12, 4)]
@@ -85,12 +86,17 @@ def test_every_composition_is_a_plan_that_its_text_gives_again(gpus: int, limits
 
 def test_orders_differ_in_what_stays_within_a_node() -> None:
     two = Degrees(ring=4, ulysses=8)
-    assert list(orders_of(two, cluster_of(8))) == [("ring", "ulysses"), ("ulysses", "ring")]
+    assert list(orders_of(two, ideal(gpus_per_node=8))) == [
+        ("ring", "ulysses"),
+        ("ulysses", "ring"),
+    ]
     # Where every neighbour is in another node, one order stands for all.
-    assert list(orders_of(Degrees(ring=2, ulysses=2), cluster_of(1))) == [("ring", "ulysses")]
+    assert list(orders_of(Degrees(ring=2, ulysses=2), ideal(gpus_per_node=1))) == [
+        ("ring", "ulysses")
+    ]
     # 16 GPUs of a node hold two of the axes, in either order.
     four = Degrees(4, 4, 4, 4)
-    assert len(list(orders_of(four, cluster_of(16)))) == math.comb(4, 2)
+    assert len(list(orders_of(four, ideal(gpus_per_node=16)))) == math.comb(4, 2)
 
 
 def test_one_gpu_is_a_plan_too() -> None:
