@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -17,10 +18,11 @@ from seqcomp.hardware.load import load_cluster
 from seqcomp.plan.frozenmap import FrozenMap
 from seqcomp.plan.load import dump_plan, load_plan
 from seqcomp.plan.rules import check_plan
+from seqcomp.search.composition import Composition, Degrees
 from seqcomp.search.feasible import changes
 from seqcomp.search.pricing import Pricer
 from seqcomp.search.search import search
-from seqcomp.search.space import Space, all_compositions
+from seqcomp.search.space import Space, all_compositions, orders_of
 from tests.fixtures.pricing import SMALL, ideal
 
 SPACE = Space(loss_chunks=(1, 8))
@@ -193,3 +195,19 @@ def test_few_of_many_thousands_are_priced() -> None:
     )
     assert found.space > 100_000
     assert found.counts.priced < 200
+
+
+@pytest.mark.parametrize("per_node", [4, 6])
+def test_orders_that_are_left_out_cost_what_others_do(per_node: int) -> None:
+    cluster = ideal(inter=1e9, gpus_per_node=per_node)
+    pricer = Pricer(SMALL, cluster, Run(4096, 2), DROP)
+    degrees = Degrees(2, 2, 2, 2)
+
+    def seconds(order: tuple[str, ...]) -> float:
+        fsdp = tuple(axis for axis in order if axis in ("data", "ulysses"))
+        return pricer.price(Composition(degrees, order, fsdp=fsdp)).step_seconds
+
+    kept = {round(seconds(order), 12) for order in orders_of(degrees, cluster)}
+    every = {round(seconds(order), 12) for order in itertools.permutations(degrees.axes)}
+    assert kept == every
+    assert len(kept) > 1
