@@ -136,5 +136,5 @@ def _write(path: Path, found: Found) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise PlanError(
-            diagnostic("SC656", where=str(path), found=reason, legal="a path that can be written")
+            diagnostic("SC031", where=str(path), found=reason, legal="a path that can be written")
         ) from error

@@ -14,11 +14,11 @@ CLOSE = 0.05
 
 
 def notes_of(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Iterator[Diagnostic]:
-    """SC653 what the times leave out, SC654 what was not tried, SC655 too close, SC412 padded."""
+    """SC421 what the times leave out, SC422 what was not tried, SC423 too close, SC412 padded."""
     best = ranked[0]
     cluster = pricer.cluster
     yield diagnostic(
-        "SC653",
+        "SC421",
         where=cluster.name,
         message="the times know two links, within a node and between nodes, for one job alone: "
         "no other traffic, no switches, rails or oversubscription beyond these, no stragglers, "
@@ -26,7 +26,7 @@ def notes_of(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Iterator[D
         help="measure the first two plans before a long run",
     )
     yield diagnostic(
-        "SC654",
+        "SC422",
         where="search",
         message="not tried: pipeline and expert parallelism, accumulation of gradients (a batch is "
         "one step), padded heads, overrides, offload; whether the code of the model compiles is "
@@ -37,7 +37,7 @@ def notes_of(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Iterator[D
     close = [item for item, t in zip(ranked[1:], others, strict=True) if t < first * (1 + CLOSE)]
     if close:
         yield diagnostic(
-            "SC655",
+            "SC423",
             where="search",
             message=f"{len(close)} other set{'s' if len(close) > 1 else ''} of degrees "
             f"within {CLOSE:.0%} of the best: closer than the cost model is exact",

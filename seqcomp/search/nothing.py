@@ -10,10 +10,10 @@ from seqcomp.search.space import Space, all_degrees
 
 
 def too_few_gpus(cluster: Cluster, gpus: int) -> PlanError:
-    """SC652: the cluster has fewer."""
+    """SC123: the cluster has fewer."""
     return PlanError(
         diagnostic(
-            "SC652",
+            "SC123",
             where="gpus",
             message=f"{cluster.name} has {cluster.gpus} GPUs",
             found=gpus,
@@ -23,7 +23,7 @@ def too_few_gpus(cluster: Cluster, gpus: int) -> PlanError:
 
 
 def nothing_found(pricer: Pricer, space: Space, gpus: int) -> PlanError:
-    """SC651 where nothing fits, SC652 where nothing is legal."""
+    """SC122 where nothing fits, SC123 where nothing is legal."""
     run = pricer.run
     what = f"one step of {pricer.model.name} at {run.seq_len} tokens and batch {run.batch}"
     least = least_memory(pricer, space, gpus)
@@ -40,7 +40,7 @@ def _illegal(pricer: Pricer, gpus: int, what: str) -> PlanError:
     near = [n for n in legal if n < gpus][-2:] + [n for n in legal if n > gpus][:2]
     return PlanError(
         diagnostic(
-            "SC652",
+            "SC123",
             where="gpus",
             message=f"no composition divides {what} among exactly {gpus} GPUs",
             found=gpus,
@@ -56,7 +56,7 @@ def _too_large(pricer: Pricer, space: Space, gpus: int, what: str, least: Held) 
     ways = [_way(change, pricer.cluster) for change in changes(pricer, space, gpus)]
     return PlanError(
         diagnostic(
-            "SC651",
+            "SC122",
             where=f"{gpus} x {device.name}",
             message=f"{what} does not fit: the composition that holds least, "
             f"{_described(least)}, is {_gib(least.bytes - device.memory)} too large for a GPU "

@@ -103,8 +103,8 @@ def search(
     A length that no composition divides is padded, where none fits without.
 
     Raises:
-        PlanError: SC651 where nothing fits, with the nearest changes after which something does;
-            SC652 where no composition is legal, or the cluster is too small.
+        PlanError: SC122 where nothing fits, with the nearest changes after which something does;
+            SC123 where no composition is legal, or the cluster is too small.
     """
     pricer = Pricer(model, cluster, run, FrozenMap(outputs or {}))
     count = cluster.gpus if gpus is None else gpus

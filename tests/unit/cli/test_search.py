@@ -32,7 +32,7 @@ def test_the_plan_that_it_writes_is_what_validate_accepts(run, tmp_path: Path) -
     assert (code, err) == (0, "")
     for part in ("fastest of each set of degrees", "one decision changed", "second would change"):
         assert part in out
-    for note in ("SC653", "SC654"):
+    for note in ("SC421", "SC422"):
         assert note in out
     plan = load_plan(path)
     assert plan.outputs == {"logits": "drop"}
@@ -69,9 +69,9 @@ def test_a_model_of_ones_own(run, tmp_path: Path) -> None:
     [
         (("--cluster", "h1000"), 2, "SC027"),
         (("--model", "llama3-9b"), 2, "SC020"),
-        (("--gpus", "5000"), 1, "SC652"),
-        (("--model", "llama3-405b", "--gpus", "8"), 1, "SC651"),
-        (("--gpus", "8", "--out", "/nowhere/at/all.yaml"), 1, "SC656"),
+        (("--gpus", "5000"), 1, "SC123"),
+        (("--model", "llama3-405b", "--gpus", "8"), 1, "SC122"),
+        (("--gpus", "8", "--out", "/nowhere/at/all.yaml"), 1, "SC031"),
     ],
 )
 def test_refusals(run, change: tuple[str, ...], code: int, text: str) -> None:

@@ -77,7 +77,7 @@ def test_nothing_enumerated_is_faster(
             assert bounded.floor(composition) <= price.step_seconds * (1 + 1e-9)
             assert bounded.floor_of_degrees(degrees) <= price.step_seconds * (1 + 1e-9)
     if not fitting:
-        with pytest.raises(PlanError, match="SC651"):
+        with pytest.raises(PlanError, match="SC122"):
             search(model, cluster, run, gpus=gpus, outputs=DROP, space=space)
         return
     found = search(model, cluster, run, gpus=gpus, outputs=DROP, space=space, keep=2)
@@ -121,12 +121,12 @@ def test_reasons_and_the_second_are_told_in_numbers_that_add_up() -> None:
         assert {t.unit for t in parts} == {values}
         assert sum(t.before for t in parts) == pytest.approx(terms[whole].before)
         assert sum(t.after for t in parts) == pytest.approx(terms[whole].after)
-    assert {note.code for note in found.notes} >= {"SC653", "SC654"}
+    assert {note.code for note in found.notes} >= {"SC421", "SC422"}
 
 
 def test_close_calls_are_said() -> None:
     found = search(SMALL, ideal(), Run(4096), gpus=4, outputs=DROP)
-    close = [n for n in found.notes if n.code == "SC655"]
+    close = [n for n in found.notes if n.code == "SC423"]
     near = [
         i
         for i in found.ranked[1:]
@@ -154,7 +154,7 @@ def test_where_nothing_fits_the_changes_make_it_fit_and_are_the_nearest() -> Non
     with pytest.raises(PlanError) as caught:
         search(model, cluster, run, gpus=2, outputs=DROP, space=SPACE)
     (said,) = caught.value.diagnostics
-    assert said.code == "SC651"
+    assert said.code == "SC122"
     pricer = Pricer(model, cluster, run, DROP)
     found = {change.what: change for change in changes(pricer, SPACE, 2)}
     assert set(found) == {"gpus", "seq_len", "batch"}
@@ -184,7 +184,7 @@ def test_seventy_billion_do_not_fit_on_one_gpu() -> None:
 
 
 def test_numbers_of_gpus_that_cannot_be_used_are_refused() -> None:
-    with pytest.raises(PlanError, match="SC652") as caught:
+    with pytest.raises(PlanError, match="SC123") as caught:
         search(SMALL, H100, Run(4096), gpus=H100.gpus + 8)
     assert str(H100.gpus) in str(caught.value)
 
