@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import traceback
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from seqcomp.cli.estimate import Dtype, Mode
 from seqcomp.cli.reading import reading
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.plan.load import dump_plan
@@ -19,21 +19,6 @@ if TYPE_CHECKING:
 
 FOUND, REFUSED, WRONG_USAGE = 0, 1, 2
 USAGE_CODES = ("SC010", "SC020", "SC027")
-
-
-class Mode(StrEnum):
-    """What a step is."""
-
-    train = "train"
-    prefill = "prefill"
-
-
-class Dtype(StrEnum):
-    """Of weights and activations."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
 
 
 def search(

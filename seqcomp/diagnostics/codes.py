@@ -218,6 +218,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "The search chooses degrees, order, layout, transport, sharding, checkpoints and chunks."),
     ("SC423", "note", "other plans are as good",
      "Their times differ by less than the cost model is exact."),
+    ("SC424", "note", "the best plan nearly fills the memory",
+     "What is not counted may be more than what is left."),
     # --- calls and ranks ------------------------------------------------------------------
     ("SC501", "error", "an argument is missing", "The model's forward requires it."),
     ("SC502", "error", "an unknown argument", "The model's forward does not take it."),

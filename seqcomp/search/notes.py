@@ -12,9 +12,12 @@ from seqcomp.search.rank import Ranked
 CLOSE = 0.05
 """Plans whose times differ by less are as good as each other to the cost model."""
 
+FULL = 0.95
+"""Beyond this share of a GPU's memory a plan may fail to fit after all."""
+
 
 def notes_of(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Iterator[Diagnostic]:
-    """SC421 what the times leave out, SC422 what was not tried, SC423 too close, SC412 padded."""
+    """SC421 and SC422: what is left out and was not tried; SC423, SC424, SC412 on the best."""
     best = ranked[0]
     cluster = pricer.cluster
     yield diagnostic(
@@ -22,7 +25,7 @@ def notes_of(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Iterator[D
         where=cluster.name,
         message="the times know two links, within a node and between nodes, for one job alone: "
         "no other traffic, no switches, rails or oversubscription beyond these, no stragglers, "
-        "no reading of data, no saving of checkpoints",
+        f"no reading of data, no saving of checkpoints. {' '.join(cluster.notes)}".strip(),
         help="measure the first two plans before a long run",
     )
     yield diagnostic(
@@ -43,6 +46,15 @@ def notes_of(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Iterator[D
             f"within {CLOSE:.0%} of the best: closer than the cost model is exact",
             found=tuple(str(item.composition.degrees) for item in close),
             help="measure them, or take the simplest",
+        )
+    price = best.price
+    if price.peak_bytes > FULL * price.capacity:
+        yield diagnostic(
+            "SC424",
+            where="search",
+            message=f"the best holds {price.peak_bytes / price.capacity:.1%} of a GPU's memory, "
+            "without the work space of kernels and collectives and without fragments",
+            help="keep at hand a plan that keeps less: another checkpoint, or more loss_chunks",
         )
     if best.composition.padded:
         run = pricer.run_of(best.composition)

@@ -53,7 +53,7 @@ def _illegal(pricer: Pricer, gpus: int, what: str) -> PlanError:
 def _too_large(pricer: Pricer, space: Space, gpus: int, what: str, least: Held) -> PlanError:
     device = pricer.cluster.device
     row = max(pricer.price(least.composition).memory, key=lambda row: row.bytes)
-    ways = [_way(change, pricer.cluster) for change in changes(pricer, space, gpus)]
+    ways = [_way(change, pricer) for change in changes(pricer, space, gpus)]
     return PlanError(
         diagnostic(
             "SC122",
@@ -68,14 +68,17 @@ def _too_large(pricer: Pricer, space: Space, gpus: int, what: str, least: Held) 
     )
 
 
-def _way(change: Change, cluster: Cluster) -> str:
-    beyond = f" (the cluster has {cluster.gpus})" if change.value > cluster.gpus else ""
-    words = {
-        "gpus": f"use {change.value} GPUs{beyond}",
-        "seq_len": f"use a length of {change.value}",
-        "batch": f"use a batch of {change.value}",
-    }
-    return f"{words[change.what]} ({_described(change.least)}: {_gib(change.least.bytes)})"
+def _way(change: Change, pricer: Pricer) -> str:
+    value, have = change.value, pricer.cluster.gpus
+    match change.what:
+        case "gpus":
+            way = f"use {value} GPUs" + (f", of which there are {have}" if value > have else "")
+        case "seq_len":
+            way = f"use a length of {value}"
+        case "batch":
+            steps = pricer.run.batch // value
+            way = f"use a batch of {value} and accumulate the gradients of {steps}"
+    return f"{way} ({_described(change.least)}: {_gib(change.least.bytes)})"
 
 
 def _described(held: Held) -> str:

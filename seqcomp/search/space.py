@@ -135,10 +135,14 @@ def arrangements_of(
 def thriftiest_of(degrees: Degrees, limits: Limits, space: Space) -> Iterator[Composition]:
     """The compositions that hold least: all given up for memory, whole or fully sharded.
 
-    Orders and layouts change what is sent and when, not what is held.
+    Orders and layouts change what is sent and when, not what is held, but for padding.
     """
-    arranged = next(arrangements_of(degrees, degrees.axes, limits, space))
-    arranged = replace(arranged, checkpoint=space.checkpoint[-1], loss_chunks=space.loss_chunks[-1])
+    legal = arrangements_of(degrees, degrees.axes, limits, space)
+    arranged = replace(
+        min(legal, key=lambda composition: composition.factor),
+        checkpoint=space.checkpoint[-1],
+        loss_chunks=space.loss_chunks[-1],
+    )
     free = tuple(axis for axis in degrees.axes if axis != "tensor")
     if free and space.fsdp:
         yield replace(arranged, fsdp=free)

@@ -126,16 +126,20 @@ def test_reasons_and_the_second_are_told_in_numbers_that_add_up() -> None:
 
 def test_close_calls_are_said() -> None:
     found = search(SMALL, ideal(), Run(4096), gpus=4, outputs=DROP)
-    close = [n for n in found.notes if n.code == "SC423"]
-    near = [
-        i
-        for i in found.ranked[1:]
-        if i.price.step_seconds < 1.05 * found.ranked[0].price.step_seconds
-    ]
-    assert bool(near) == bool(close)
-    if near:
-        assert isinstance(close[0].found, tuple)
-        assert len(close[0].found) == len(near)
+    first, *others = (item.price.step_seconds for item in found.ranked)
+    near = sum(seconds < 1.05 * first for seconds in others)
+    assert near > 0
+    (note,) = [n for n in found.notes if n.code == "SC423"]
+    assert isinstance(note.found, tuple)
+    assert len(note.found) == near
+
+
+def test_a_plan_that_nearly_fills_the_memory_is_said() -> None:
+    roomy = search(small(4, 2), machine(2**36, 2), Run(4096), gpus=2, outputs=DROP)
+    peak = roomy.best.price.peak_bytes
+    tight = search(small(4, 2), machine(round(peak / 0.97), 2), Run(4096), gpus=2, outputs=DROP)
+    assert tight.best == replace(roomy.best, price=tight.best.price)
+    assert "SC424" in {note.code for note in tight.notes} - {note.code for note in roomy.notes}
 
 
 def test_a_length_that_nothing_divides_is_padded() -> None:
