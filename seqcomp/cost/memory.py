@@ -9,7 +9,7 @@ from typing import Any
 
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block, ModelShape
-from seqcomp.cost.workload import Widths, outputs_of, sharding, widths_of
+from seqcomp.cost.workload import Widths, outputs_of, padded, sharding, widths_of
 from seqcomp.plan.resolve import ResolvedPlan
 
 
@@ -29,7 +29,7 @@ class HeldRow:
 
 def memory_rows(plan: ResolvedPlan, model: ModelShape, run: Run) -> tuple[HeldRow, ...]:
     """What is there at once when most is; rows add up to the peak."""
-    width = widths_of(plan, run)
+    run, width = padded(plan, model, run), widths_of(plan, run)
     rows = [*_state(plan, model, width, run)]
     if run.trains:
         rows += _activations(plan, model, width, run)
@@ -45,8 +45,8 @@ def peak_bytes(rows: tuple[HeldRow, ...]) -> int:
 
 
 def local_tokens(plan: ResolvedPlan, run: Run) -> int:
-    """Tokens of a rank between attentions, padded ones included."""
-    return run.batch * -(-run.seq_len // plan.sequence_size)
+    """Tokens of a rank between attentions, of a padded run."""
+    return run.batch * run.seq_len // plan.sequence_size
 
 
 def cache_bytes(plan: ResolvedPlan, model: ModelShape, run: Run) -> int:
@@ -63,7 +63,7 @@ def kv_tokens_bytes(
     """Keys and values of one layer between the exchanges of ulysses."""
     shape = block.attention(run.batch, run.seq_len, element, model.hidden)
     own = shape.on_tensor_rank(plan.tensor_size).on_ulysses_rank(plan.ulysses_size)
-    tokens = run.batch * -(-run.seq_len // plan.ring_size)
+    tokens = run.batch * run.seq_len // plan.ring_size
     return tokens * own.kv_heads * own.kv_head * element
 
 
@@ -110,8 +110,8 @@ def _activations(
     kept = sum(
         block.count * kept_of(plan, model, block, width, run, checkpoint) for block in model.blocks
     )
-    note = {"none": "", "selective": "checkpoint: selective", "block": "checkpoint: block"}
-    yield HeldRow("saved activations", round(kept), note[checkpoint], host)
+    how = "" if checkpoint == "none" else f"checkpoint: {checkpoint}"
+    yield HeldRow("saved activations", round(kept), how, host)
     chunks, e = memory.loss_chunks, width.activation
     logits = 0.0 if chunks > 1 else model.logits_saved * model.vocab
     ends = model.ends.of(e) + logits
@@ -135,7 +135,8 @@ def _activations(
         what = "a block that runs again, and its work space" if again else "work space of a block"
         yield HeldRow("working block", round(working), what)
     else:
-        yield HeldRow("gradients of logits", round(loss), f"of 1/{chunks} of the tokens")
+        note = f"of 1/{chunks} of the tokens" if chunks > 1 else ""
+        yield HeldRow("gradients of logits", round(loss), note)
 
 
 def kept_of(

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-MOST_ROUNDS = 16
-"""Longer rows of equal rounds are shown as one."""
+LONG = 16  # rounds
 Stream = Literal["compute", "communication", "background"]
 
 
@@ -61,35 +60,35 @@ class Timeline:
     ) -> None:
         """Round i computes ``tiles[i]`` while ``hops[i]`` is under way; a round ends with both.
 
-        Many equal rounds in a row are one event on each stream.
+        Of a long ring, equal rounds in a row are one event.
         """
-        first = 0
-        for (tile, hop), alike in itertools.groupby(zip(tiles, hops, strict=True)):
-            count = len(list(alike))
-            together = count if count > MOST_ROUNDS else 1
-            for start in range(first, first + count, together):
-                self._round(what, axis, link, (start, start + together), (tile, hop))
-            first += count
+        each = len(tiles) <= LONG
+        index = 0
+        for (tile, hop), run in itertools.groupby(zip(tiles, hops, strict=True)):
+            left = len(list(run))
+            while left:
+                count = 1 if each else left
+                self._round(what, axis, link, (tile, hop), range(index, index + count))
+                index, left = index + count, left - count
 
     def _round(
-        self,
-        what: str,
-        axis: str,
-        link: str,
-        rounds: tuple[int, int],
-        each: tuple[float, float],
+        self, what: str, axis: str, link: str, times: tuple[float, float], which: range
     ) -> None:
-        """Rounds from the first to before the second, all of one tile and one hop."""
-        (first, stop), (tile, hop) = rounds, each
-        count, at = stop - first, str(first) if stop == first + 1 else f"{first} to {stop - 1}"
+        """``which`` equal rounds of one tile and one hop each."""
+        tile, hop = times
+        count = len(which)
+        numbers = f"{which[0]} to {which[-1]}" if count > 1 else f"{which[0]}"
         slowed = tile + self.contention * min(tile, hop)
+        took = count * max(slowed, hop)
         if tile:
-            self._add("compute", f"{what} round {at}", self.now, self.now + count * slowed)
+            end = self.now + took - max(hop - slowed, 0.0)
+            self._add("compute", f"{what} round {numbers}", self.now, end)
         if hop:
-            self._add("communication", f"{what} hop {at}", self.now, self.now + count * hop)
+            end = self.now + took - max(slowed - hop, 0.0)
+            self._add("communication", f"{what} hop {numbers}", self.now, end)
         self._wait(axis, count * max(hop - slowed, 0.0))
         self.computing += count * slowed
-        self.now += count * max(slowed, hop)
+        self.now += took
         self.links[link] = self.links.get(link, 0.0) + count * hop
 
     def behind(self, what: str, axis: str, link: str, seconds: float) -> None:

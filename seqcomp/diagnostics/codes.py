@@ -212,6 +212,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Values enter or leave it in the middle of its call, so it is no single call to run again."),
     ("SC416", "note", "memory.offload changes nothing here",
      "The values are in host memory already."),
+    ("SC417", "note", "an estimate takes no account of a part of the plan",
+     "Its time and bytes are those without it."),
     ("SC421", "note", "what the times leave out",
      "The cost model knows one job on one cluster with two kinds of links."),
     ("SC422", "note", "what was not tried",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from seqcomp.cost.estimate import Estimate
 from seqcomp.diagnostics import Diagnostic, diagnostic
+from seqcomp.plan.legality import nearest_lengths
 from seqcomp.search.pricing import Pricer
 from seqcomp.search.rank import Ranked
 
@@ -57,13 +58,13 @@ def notes_of(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Iterator[D
             help="keep at hand a plan that keeps less: another checkpoint, or more loss_chunks",
         )
     if best.composition.padded:
-        run = pricer.run_of(best.composition)
+        given, factor = pricer.run.seq_len, best.composition.factor
         yield diagnostic(
             "SC412",
             where="search",
-            message=f"no composition that fits divides {pricer.run.seq_len} tokens: "
-            f"they are padded to {run.seq_len}",
-            found=pricer.run.seq_len,
-            legal=run.seq_len,
-            help=f"use a multiple of {best.composition.factor}, and no padding",
+            message=f"no composition that fits divides {given} tokens: "
+            f"they are padded to {-(-given // factor) * factor}",
+            found=given,
+            legal=nearest_lengths(given, factor),
+            help=f"use a multiple of {factor}, and no padding",
         )

@@ -9,10 +9,9 @@ from seqcomp.cost.estimate import Estimate, estimate
 from seqcomp.cost.memory import memory_rows, peak_bytes
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
-from seqcomp.cost.workload import workload_of
+from seqcomp.cost.workload import padded, workload_of
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.frozenmap import FrozenMap
-from seqcomp.plan.legality import nearest_lengths
 from seqcomp.plan.resolve import ResolvedPlan, resolve
 from seqcomp.plan.schema import OutputMode
 from seqcomp.search.bounds import ideal, without_parameters
@@ -53,9 +52,8 @@ class Pricer:
         )
 
     def run_of(self, composition: Composition) -> Run:
-        """What one data rank runs: its share of the batch, the padded length."""
-        length = nearest_lengths(self.run.seq_len, composition.factor)[-1]
-        return replace(self.run, seq_len=length, batch=self.run.batch // composition.degrees.data)
+        """What one data rank runs: its share of the batch."""
+        return replace(self.run, batch=self.run.batch // composition.degrees.data)
 
     def price(self, composition: Composition) -> Estimate:
         """What the cost model says of it."""
@@ -118,7 +116,7 @@ class Bounded:
         free = tuple(axis for axis in composition.order if axis != "tensor")
         pricer, light = self.pricer, replace(composition, fsdp=free, checkpoint=level)
         plan, run = pricer.resolved(light), pricer.run_of(light)
-        work = without_parameters(workload_of(plan, pricer.model, run))
+        work = without_parameters(workload_of(plan, pricer.model, padded(plan, pricer.model, run)))
         found = estimate(plan, pricer.model, cluster, run, advise=False, work=work)
         return found.step_seconds
 

@@ -146,9 +146,12 @@ def test_a_length_that_nothing_divides_is_padded() -> None:
     found = search(small(4, 2), machine(2**36, 2), Run(4099), gpus=4, outputs=DROP)
     assert found.plan.padding == "pad"
     (note,) = [n for n in found.notes if n.code == "SC412"]
-    assert isinstance(note.legal, int)
-    assert note.legal > 4099
-    assert found.best.price.run.seq_len == note.legal
+    factor = found.best.composition.factor
+    assert factor > 1
+    assert note.legal == (4099 // factor * factor, (4099 // factor + 1) * factor)
+    longer = search(small(4, 2), machine(2**36, 2), Run(4112), gpus=4, outputs=DROP)
+    assert longer.plan.padding == "none"
+    assert found.best.price.step_seconds <= longer.best.price.step_seconds
     assert not errors_in(check_plan(found.plan, found.pricer.model.facts, seq_len=4099))
 
 
