@@ -116,8 +116,6 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "What one rank holds at the worst moment of a step, by formula, is more than its GPU has."),
     ("SC122", "error", "no plan fits in memory",
      "Every legal composition of strategies holds more than a GPU has, checkpoints and all."),
-    ("SC123", "error", "no plan is legal for this number of GPUs",
-     "Every GPU is used: degrees multiply to their number, within what heads and batch allow."),
     ("SC131", "error", "the trainer's settings do not match the plan",
      "The trainer decides which rank gets which data, and it must deal as the plan expects."),
     # --- strategies against the model -----------------------------------------------------

@@ -32,15 +32,15 @@ class Change:
     least: Held
 
 
-def least_memory(pricer: Pricer, space: Space, gpus: int) -> Held | None:
-    """What holds least; None where nothing is legal."""
+def least_memory(pricer: Pricer, space: Space, gpus: int) -> Held:
+    """What holds least; padding makes a ring of any size legal, so there always is something."""
     limits = pricer.limits(padding=True)
     held = (
         Held(composition, pricer.held(composition))
         for degrees in all_degrees(gpus, limits)
         for composition in thriftiest_of(degrees, limits, space)
     )
-    return min(held, key=lambda item: item.bytes, default=None)
+    return min(held, key=lambda item: item.bytes)
 
 
 def changes(pricer: Pricer, space: Space, gpus: int) -> Iterator[Change]:
@@ -65,7 +65,7 @@ def changes(pricer: Pricer, space: Space, gpus: int) -> Iterator[Change]:
 
 def _fitting(pricer: Pricer, space: Space, gpus: int) -> Held | None:
     found = least_memory(pricer, space, gpus)
-    return found if found is not None and found.bytes <= pricer.cluster.device.memory else None
+    return found if found.bytes <= pricer.cluster.device.memory else None
 
 
 def _counts(gpus: int) -> Iterator[int]:

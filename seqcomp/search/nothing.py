@@ -6,14 +6,14 @@ from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.search.feasible import Change, Held, changes, least_memory
 from seqcomp.search.pricing import Pricer
-from seqcomp.search.space import Space, all_degrees
+from seqcomp.search.space import Space
 
 
 def too_few_gpus(cluster: Cluster, gpus: int) -> PlanError:
-    """SC123: the cluster has fewer."""
+    """SC120: the cluster has fewer."""
     return PlanError(
         diagnostic(
-            "SC123",
+            "SC120",
             where="gpus",
             message=f"{cluster.name} has {cluster.gpus} GPUs",
             found=gpus,
@@ -22,35 +22,9 @@ def too_few_gpus(cluster: Cluster, gpus: int) -> PlanError:
     )
 
 
-def nothing_found(pricer: Pricer, space: Space, gpus: int) -> PlanError:
-    """SC122 where nothing fits, SC123 where nothing is legal."""
-    run = pricer.run
-    what = f"one step of {pricer.model.name} at {run.seq_len} tokens and batch {run.batch}"
-    least = least_memory(pricer, space, gpus)
-    return (
-        _illegal(pricer, gpus, what)
-        if least is None
-        else _too_large(pricer, space, gpus, what, least)
-    )
-
-
-def _illegal(pricer: Pricer, gpus: int, what: str) -> PlanError:
-    limits = pricer.limits(padding=True)
-    legal = [n for n in range(1, 2 * gpus + 1) if next(all_degrees(n, limits), None) is not None]
-    near = [n for n in legal if n < gpus][-2:] + [n for n in legal if n > gpus][:2]
-    return PlanError(
-        diagnostic(
-            "SC123",
-            where="gpus",
-            message=f"no composition divides {what} among exactly {gpus} GPUs",
-            found=gpus,
-            legal=tuple(near),
-            help="use one of these numbers of GPUs, or a batch that they divide",
-        )
-    )
-
-
-def _too_large(pricer: Pricer, space: Space, gpus: int, what: str, least: Held) -> PlanError:
+def nothing_fits(pricer: Pricer, space: Space, gpus: int) -> PlanError:
+    """SC122: by how much, and after which changes something does."""
+    run, least = pricer.run, least_memory(pricer, space, gpus)
     device = pricer.cluster.device
     row = max(pricer.price(least.composition).memory, key=lambda row: row.bytes)
     ways = [_way(change, pricer) for change in changes(pricer, space, gpus)]
@@ -58,7 +32,8 @@ def _too_large(pricer: Pricer, space: Space, gpus: int, what: str, least: Held) 
         diagnostic(
             "SC122",
             where=f"{gpus} x {device.name}",
-            message=f"{what} does not fit: the composition that holds least, "
+            message=f"one step of {pricer.model.name} at {run.seq_len} tokens and batch "
+            f"{run.batch} does not fit: the composition that holds least, "
             f"{_described(least)}, is {_gib(least.bytes - device.memory)} too large for a GPU "
             f"(most of it: {row.what}, {_gib(row.bytes)})",
             found=_gib(least.bytes),

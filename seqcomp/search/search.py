@@ -15,7 +15,7 @@ from seqcomp.plan.frozenmap import FrozenMap
 from seqcomp.plan.schema import OutputMode, Plan
 from seqcomp.search.diff import Difference, difference
 from seqcomp.search.notes import notes_of
-from seqcomp.search.nothing import nothing_found, too_few_gpus
+from seqcomp.search.nothing import nothing_fits, too_few_gpus
 from seqcomp.search.pricing import Pricer
 from seqcomp.search.rank import Counts, Ranked, rank
 from seqcomp.search.reasons import Reason, reasons_for
@@ -104,7 +104,7 @@ def search(
 
     Raises:
         PlanError: SC122 where nothing fits, with the nearest changes after which something does;
-            SC123 where no composition is legal, or the cluster is too small.
+            SC120 where the cluster has fewer GPUs.
     """
     pricer = Pricer(model, cluster, run, FrozenMap(outputs or {}))
     count = cluster.gpus if gpus is None else gpus
@@ -128,7 +128,7 @@ def search(
                 space=size_of(count, limits, chosen, cluster),
                 notes=tuple(notes_of(ranking.ranked, pricer)),
             )
-    raise nothing_found(pricer, chosen, count)
+    raise nothing_fits(pricer, chosen, count)
 
 
 def _runner_up(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Difference | None:

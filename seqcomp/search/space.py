@@ -58,9 +58,8 @@ class Limits:
 
 
 def _common(sets: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """What all have, ascending; without attention there is nothing to split by heads."""
-    common = [set(item) for item in sets]
-    return tuple(sorted(set.intersection(*common))) if common else (1,)
+    """What all have, ascending."""
+    return tuple(sorted(set.intersection(*map(set, sets))))
 
 
 def all_degrees(gpus: int, limits: Limits) -> Iterator[Degrees]:
@@ -74,7 +73,7 @@ def all_degrees(gpus: int, limits: Limits) -> Iterator[Degrees]:
                 continue
             for data in divisors(math.gcd(rest, limits.batch)):
                 found = Degrees(data, rest // data, ulysses, tensor)
-                if (found.ring == 1 or limits.heads) and layouts_of(found, limits):
+                if layouts_of(found, limits):
                     yield found
 
 

@@ -191,7 +191,7 @@ def test_seventy_billion_do_not_fit_on_one_gpu() -> None:
 
 
 def test_numbers_of_gpus_that_cannot_be_used_are_refused() -> None:
-    with pytest.raises(PlanError, match="SC123") as caught:
+    with pytest.raises(PlanError, match="SC120") as caught:
         search(SMALL, H100, Run(4096), gpus=H100.gpus + 8)
     assert str(H100.gpus) in str(caught.value)
 
