@@ -115,7 +115,7 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
     ("SC121", "error", "the plan does not fit in memory",
      "What one rank holds at the worst moment of a step, by formula, is more than its GPU has."),
     ("SC122", "error", "no plan fits in memory",
-     "Every legal composition of strategies holds more than a GPU has, checkpoints and all."),
+     "Every composition of strategies holds more than a GPU has, whatever is given up for memory."),
     ("SC131", "error", "the trainer's settings do not match the plan",
      "The trainer decides which rank gets which data, and it must deal as the plan expects."),
     # --- strategies against the model -----------------------------------------------------
