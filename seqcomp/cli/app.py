@@ -9,6 +9,7 @@ import typer
 from seqcomp.cli.estimate import estimate
 from seqcomp.cli.explain import explain
 from seqcomp.cli.graph import graph
+from seqcomp.cli.search import search
 from seqcomp.cli.validate import validate
 from seqcomp.cli.verify import verify
 
@@ -28,6 +29,7 @@ def build_app() -> typer.Typer:
     app.command()(explain)
     app.command()(estimate)
     app.command()(graph)
+    app.command()(search)
     return app
 
 

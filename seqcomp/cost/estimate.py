@@ -101,7 +101,8 @@ def estimate(
 
     Equal blocks are computed once. The plan is taken to be legal for the model (``resolve`` with
     ``model.facts`` and the length). advise: where memory is not enough, look for the nearest change
-    that makes it enough. work: what is sent, where that is not all of `workload_of`.
+    that makes it enough. work: what is sent (of the padded run), where that is not all of
+    `workload_of`.
 
     Raises:
         PlanError: SC120 where the cluster has fewer GPUs than the plan has ranks, SC029 where its
@@ -109,8 +110,9 @@ def estimate(
     """
     if plan.world_size > cluster.gpus:
         raise PlanError(_too_many(plan, cluster))
-    work = work or workload_of(plan, model, run)
-    parts = tuple(_passes(plan, model, cluster, padded(plan, model, run), work))
+    whole = padded(plan, model, run)
+    sent = workload_of(plan, model, whole) if work is None else work
+    parts = tuple(_passes(plan, model, cluster, whole, sent))
     exposed: dict[str, float] = {}
     for count, timeline in parts:
         for axis, seconds in timeline.exposed.items():

@@ -75,6 +75,7 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "A cluster file names a device and two links, or writes them out, each number with a source."),
     ("SC029", "error", "the cluster has no speed in this dtype",
      "A device has peak_tflops for the dtypes that it computes in."),
+    ("SC031", "error", "the plan cannot be written", "The path is no file that can be made."),
     ("SC032", "error", "no such module in the program",
      "A graph is drawn of a module that the forward calls."),
     # --- mesh, axes, world ----------------------------------------------------------------
@@ -115,6 +116,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Every rank has a GPU of its own; a cluster has max_nodes x gpus_per_node of them."),
     ("SC121", "error", "the plan does not fit in memory",
      "What one rank holds at the worst moment of a step, by formula, is more than its GPU has."),
+    ("SC122", "error", "no plan fits in memory",
+     "Every composition of strategies holds more than a GPU has, whatever is given up for memory."),
     ("SC131", "error", "the trainer's settings do not match the plan",
      "The trainer decides which rank gets which data, and it must deal as the plan expects."),
     # --- strategies against the model -----------------------------------------------------
@@ -211,6 +214,14 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "The values are in host memory already."),
     ("SC417", "note", "an estimate takes no account of a part of the plan",
      "Its time and bytes are those without it."),
+    ("SC421", "note", "what the times leave out",
+     "The cost model knows one job on one cluster with two kinds of links."),
+    ("SC422", "note", "what was not tried",
+     "The search chooses degrees, order, layout, transport, sharding, checkpoints and chunks."),
+    ("SC423", "note", "other plans are as good",
+     "Their times differ by less than the cost model is exact."),
+    ("SC424", "note", "the best plan nearly fills the memory",
+     "What is not counted may be more than what is left."),
     # --- calls and ranks ------------------------------------------------------------------
     ("SC501", "error", "an argument is missing", "The model's forward requires it."),
     ("SC502", "error", "an unknown argument", "The model's forward does not take it."),

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from seqcomp.cost.named import load_shape
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in
 from seqcomp.plan.facts import ModelFacts
 from seqcomp.plan.load import read_plan
@@ -95,7 +96,9 @@ def count_of(name: str, value: Any) -> tuple[int | None, list[Diagnostic]]:
     return None, [bad]
 
 
-def _facts(model: Any) -> tuple[ModelFacts, list[str]]:
+def _facts(model: Any) -> tuple[ModelFacts, list[str] | None]:
+    if isinstance(model, str) and ":" not in model:
+        return load_shape(model).facts, None
     from seqcomp.integrations.models import build_model
 
     where = model if isinstance(model, str) else type(model).__name__

@@ -1,0 +1,125 @@
+"""``seqcomp search --model M --cluster C --seq-len S``: which plan is the fastest?"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from seqcomp.cli.estimate import Dtype, Mode
+from seqcomp.cli.reading import reading
+from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.plan.load import dump_plan
+
+if TYPE_CHECKING:
+    from seqcomp.search.search import Found
+
+FOUND, REFUSED, WRONG_USAGE = 0, 1, 2
+USAGE_CODES = ("SC010", "SC020", "SC027")
+
+
+def search(
+    *,
+    model: Annotated[
+        str,
+        typer.Option(help="A known model such as llama3-8b, or a spec as of validate; no weights."),
+    ],
+    cluster: Annotated[str, typer.Option(help="A known cluster such as h100, or a YAML file.")],
+    seq_len: Annotated[int, typer.Option(min=1, help="Full sequence length in tokens.")],
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="How many GPUs; all of the cluster otherwise.")
+    ] = None,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Sequences of one step, of all GPUs together.")
+    ] = 1,
+    mode: Annotated[Mode, typer.Option(help="A training step, or a prefill.")] = Mode.train,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.")] = Dtype.bf16,
+    out: Annotated[Path | None, typer.Option(help="Where to write the best plan.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object to standard output.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of what failed.")
+    ] = False,
+) -> None:
+    """The fastest of all plans that are legal and fit, why, and what the next would change.
+
+    Exit 0 found, 1 nothing fits or refused, 2 wrong usage. Needs no GPU, and for known models no
+    torch. The plan is for exactly as many GPUs as asked for.
+    """
+    try:
+        with reading(model):
+            found = _found(model, cluster, gpus, seq_len, batch, dtype.value, mode.value)
+        if out is not None:
+            _write(out, found)
+    except PlanError as error:
+        if debug:
+            traceback.print_exc()
+        for item in error.diagnostics:
+            typer.echo(str(item), err=True)
+        if as_json:
+            shown = [item.to_json() for item in error.diagnostics]
+            typer.echo(json.dumps({"diagnostics": shown}, indent=2))
+        usage = any(item.code in USAGE_CODES for item in error.diagnostics)
+        raise typer.Exit(WRONG_USAGE if usage else REFUSED) from None
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        from seqcomp.report.search import search_text
+
+        typer.echo(search_text(found))
+        typer.echo(f"\n{out}:" if out else "")
+        typer.echo(dump_plan(found.plan), nl=False)
+    raise typer.Exit(FOUND)
+
+
+def _found(
+    model: str, cluster: str, gpus: int | None, seq_len: int, batch: int, dtype: str, mode: str
+) -> Found:
+    from seqcomp.cost.run import Run
+    from seqcomp.hardware.load import load_cluster
+    from seqcomp.integrations.shapes import read_shape
+    from seqcomp.search.search import search as run_search
+    from seqcomp.search.space import Space
+
+    machine = load_cluster(cluster)
+    run = Run(seq_len, batch, dtype, "train" if mode == "train" else "prefill")
+    loss_inside = computes_loss(model)
+    return run_search(
+        read_shape(model),
+        machine,
+        run,
+        gpus=gpus,
+        outputs={"logits": "drop"} if run.trains and loss_inside else {},
+        space=Space() if loss_inside else Space(loss_chunks=(1,)),
+    )
+
+
+def computes_loss(model: str) -> bool:
+    """Whether a model is known to take labels and to give logits beside its loss.
+
+    Its logits are then dropped in training, and may be made in chunks.
+    """
+    kind, _, name = model.partition(":")
+    causal_lm = name.partition("?")[0].endswith(("ForCausalLM", "LMHeadModel"))
+    return not name or (kind == "hf" and causal_lm)
+
+
+def _write(path: Path, found: Found) -> None:
+    run, best = found.pricer.run, found.best.price
+    found_for = f"{found.pricer.model.name} on {found.gpus} GPUs of {found.pricer.cluster.name}"
+    lines = (
+        f"# Found by seqcomp search for {found_for},",
+        f"# {run.mode}, length {run.seq_len}, batch {run.batch} in all, {run.dtype}.",
+        f"# Estimated: {best.step_seconds:.3g} s a step, {best.peak_bytes / 2**30:.1f} GiB a GPU.",
+    )
+    try:
+        path.write_text("\n".join((*lines, dump_plan(found.plan))), encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PlanError(
+            diagnostic("SC031", where=str(path), found=reason, legal="a path that can be written")
+        ) from error

@@ -1,0 +1,1 @@
+"""Legal plans enumerated, pruned and ranked by the cost model; differences of two plans."""
