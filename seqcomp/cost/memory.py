@@ -125,10 +125,8 @@ def _activations(
     again = 0.0
     if checkpoint != "none":
         again = max(
-            kept_of(plan, model, b, width, run, "none")
-            - (kept_of(plan, model, b, width, run, "selective") - tokens * model.hidden * e)
-            * (checkpoint == "selective")
-            for b in model.blocks
+            (_made_again(plan, model, b, width, run, checkpoint) for b in model.blocks),
+            default=0.0,
         )
     working = again + _working(plan, model, width, run)
     if working >= loss:
@@ -137,6 +135,17 @@ def _activations(
     else:
         note = f"of 1/{chunks} of the tokens" if chunks > 1 else ""
         yield HeldRow("gradients of logits", round(loss), note)
+
+
+def _made_again(
+    plan: ResolvedPlan, model: ModelShape, block: Block, width: Widths, run: Run, checkpoint: str
+) -> float:
+    """What a block keeps while it runs a second time, beside what was kept of the first."""
+    whole = kept_of(plan, model, block, width, run, "none")
+    if checkpoint == "block":
+        return whole
+    inputs = local_tokens(plan, run) * model.hidden * width.activation
+    return whole - (kept_of(plan, model, block, width, run, "selective") - inputs)
 
 
 def kept_of(
