@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from seqcomp.cli.dtypes import Dtype
+from seqcomp.cli.options import (
+    BatchOption,
+    DebugOption,
+    DtypeOption,
+    JsonOption,
+    LengthOption,
+    ModelOption,
+    PlanArgument,
+)
 from seqcomp.cli.reading import reading
 from seqcomp.cli.refusal import refusal, write
 from seqcomp.diagnostics import PlanError
@@ -17,34 +25,20 @@ DRAWN = 0
 
 
 def graph(
-    plan: Annotated[
-        str, typer.Argument(metavar="PLAN", help="A file, or a preset such as usp_4x8.")
-    ],
+    plan: PlanArgument,
     *,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="hf:<Architecture>[?key=value&...], hf:path/config.json, titan:<model>/<flavor> "
-            "or python:<module>:<factory>. No weights are made."
-        ),
-    ],
-    seq_len: Annotated[int, typer.Option(min=1, help="Full sequence length in tokens.")],
-    batch: Annotated[int, typer.Option(min=1, help="Sequences on each data rank.")] = 1,
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="Of weights and buffers; the model's own otherwise.")
-    ] = None,
+    model: ModelOption,
+    seq_len: LengthOption,
+    batch: BatchOption = 1,
+    dtype: DtypeOption = None,
     module: Annotated[
         str, typer.Option(metavar="PATH", help="Of this module only, such as model.layers.0.")
     ] = "",
     out: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write it: .svg, .json, else as text.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object to standard output.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of what failed.")
-    ] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Regions of local work, the redistributions between them, and where values live.
 

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from seqcomp.cli.dtypes import VerifiedDtype, torch_name
+from seqcomp.cli.options import DebugOption, JsonOption, LengthOption
 from seqcomp.cli.refusal import refusal
 from seqcomp.diagnostics import PlanError
 
@@ -48,7 +49,7 @@ def verify(
             "sizes prove as much as large ones."
         ),
     ],
-    seq_len: Annotated[int, typer.Option(min=1, help="Full sequence length in tokens.")],
+    seq_len: LengthOption,
     batch: Annotated[
         int | None,
         typer.Option(min=1, help="Global batch; by default two per data rank."),
@@ -61,12 +62,8 @@ def verify(
     ] = VerifiedDtype.fp64,
     mode: Annotated[Mode, typer.Option(help="Mode of the module.")] = Mode.eval,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that ranks may take.")] = 600.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object to standard output.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of what failed.")
-    ] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Run a plan beside one device: loss, outputs and every gradient on every rank.
 

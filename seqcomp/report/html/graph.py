@@ -108,7 +108,8 @@ def _lines(region: Region) -> list[str]:
 
 def _title(region: Region) -> str:
     many = f" x {region.times}" if region.times > 1 else ""
-    counted = f", {plural(region.ops, 'operation')}" if region.kind == "work" else ""
+    plain = region.label == "local work"
+    counted = f", {plural(region.ops, 'operation')}" if plain else ""
     return f"{region.label}{counted}{many}"
 
 
