@@ -57,7 +57,12 @@ def _stays_partial(node: Node, wants: Mapping[Node, Spec], env: Env) -> tuple[No
         return ()
     name = op_name(node)
     if name in _LINEAR and len(wants) == 1:
-        return tuple(summands) if name != "aten.to" or _widens(node) else ()
+        if name != "aten.to":
+            return tuple(summands)
+        # The tensor axis adds up before a cast: what else reads the value then shares the sum, and
+        # it is sent as narrow as it was.
+        delayed = env.mesh.tensor not in wants[summands[0]].partial
+        return tuple(summands) if delayed and _widens(node) else ()
     if name in ("aten.add", "aten.sub") and len(wants) == 2 == len(summands):
         same = len({wants[n].partial for n in summands}) == 1
         return tuple(summands) if same and _may_delay(summands, wants, env) else ()
