@@ -63,7 +63,14 @@ def mask_name(info: AttentionInfo) -> str:
 
 
 def model_facts(module: torch.nn.Module, example: Mapping[str, Any] | None = None) -> ModelFacts:
-    """Facts of a module from one capture on fake tensors; nothing is computed.
+    """Facts of a module from one capture on fake tensors; nothing is computed. See `attentions_of`."""
+    return facts_of(*attentions_of(module, example), module)
+
+
+def attentions_of(
+    module: torch.nn.Module, example: Mapping[str, Any] | None = None
+) -> tuple[Capture, tuple[AttentionInfo, ...]]:
+    """A capture of a module and its attentions, in the order of the forward.
 
     `example` are keyword arguments of a call (fake or real tensors). Without them a call is made
     up for models that take `input_ids`. Raises PlanError: SC309 where no call can be made up,
@@ -78,7 +85,7 @@ def model_facts(module: torch.nn.Module, example: Mapping[str, Any] | None = Non
     with torch.no_grad():
         capture = export_call(module, call, dims, data_degree=1, where=type(module).__name__)
     canonicalise(capture)
-    return facts_of(capture, recognise_attention(capture, module), module)
+    return capture, recognise_attention(capture, module)
 
 
 def example_call(module: torch.nn.Module, length: int = 32, batch: int = 2) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from seqcomp.cli.estimate import estimate
 from seqcomp.cli.explain import explain
 from seqcomp.cli.validate import validate
 from seqcomp.cli.verify import verify
@@ -24,6 +25,7 @@ def build_app() -> typer.Typer:
     app.command()(validate)
     app.command()(verify)
     app.command()(explain)
+    app.command()(estimate)
     return app
 
 

@@ -11,10 +11,12 @@ from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.workload import outputs_of
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
+from seqcomp.plan.frozenmap import FrozenMap
 from seqcomp.plan.resolve import ResolvedPlan, resolve
-from seqcomp.plan.schema import FsdpStrategy, Plan
+from seqcomp.plan.schema import FsdpStrategy, OutputMode, Plan
 
 Change = tuple[str, Plan]
+_DROPPED: FrozenMap[OutputMode] = FrozenMap([("logits", "drop")])
 
 
 def does_not_fit(
@@ -80,8 +82,7 @@ def _resolved(plan: Plan, model: ModelShape, length: int) -> ResolvedPlan | None
 def _outputs(plan: ResolvedPlan, run: Run) -> Change | None:
     if not run.trains or outputs_of(plan) != "full":
         return None
-    changed = plan.plan.model_copy(update={"outputs": type(plan.plan.outputs)({"logits": "drop"})})
-    return "outputs: {logits: drop}", changed
+    return "outputs: {logits: drop}", plan.plan.model_copy(update={"outputs": _DROPPED})
 
 
 def _selective(plan: ResolvedPlan, run: Run) -> Change | None:
@@ -100,11 +101,8 @@ def _chunks(plan: ResolvedPlan, run: Run) -> Change | None:
     if not run.trains or plan.plan.memory.loss_chunks > 1:
         return None
     changed = _with_memory(plan.plan, loss_chunks=8)
-    drop = type(plan.plan.outputs)({"logits": "drop"})
-    return (
-        "memory: {loss_chunks: 8} with outputs: {logits: drop}",
-        changed.model_copy(update={"outputs": drop}),
-    )
+    text = "memory: {loss_chunks: 8} with outputs: {logits: drop}"
+    return text, changed.model_copy(update={"outputs": _DROPPED})
 
 
 def _fsdp(plan: ResolvedPlan, run: Run) -> Change | None:

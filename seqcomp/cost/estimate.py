@@ -132,7 +132,7 @@ def estimate(
         compute_seconds=step - waiting,
         exposed_seconds=waiting,
         exposed=MappingProxyType(exposed),
-        timeline=_one_layer(parts),
+        timeline=_one_layer(parts, trains=run.trains) if model.blocks else (),
         memory=rows,
         peak_bytes=peak,
         capacity=cluster.device.memory,
@@ -148,7 +148,7 @@ def estimate(
 def _passes(
     plan: ResolvedPlan, model: ModelShape, cluster: Cluster, run: Run
 ) -> Iterator[tuple[int, Timeline]]:
-    """How often each timeline runs in a step: of each group forward (and backward), and the ends."""
+    """How often each timeline runs in a step: of each group forward and backward, and the ends."""
     group = Group(plan, cluster)
     work = workload_of(plan, model, run)
     contention = cluster.device.kernels.contention
@@ -178,18 +178,14 @@ def _behind(group: Group, into: Timeline, steps: BlockSteps, phase: str) -> None
     group.behind(into, "gradients of parameters", [s for s in own if s.kind != "all_gather"])
 
 
-def _one_layer(parts: tuple[tuple[int, Timeline], ...]) -> tuple[Event, ...]:
-    if len(parts) == 1:
-        return ()
-    first, second = parts[0][1], parts[1][1]
-    later = (
-        second.events if len(parts) > 2 and any("backward" in e.what for e in second.events) else []
-    )
-    at = first.now
-    return (
-        *first.events,
-        *(Event(e.stream, e.what, e.start + at, e.end + at) for e in later),
-    )
+def _one_layer(parts: tuple[tuple[int, Timeline], ...], *, trains: bool) -> tuple[Event, ...]:
+    """Of the first group; forward and then backward."""
+    passes = [timeline for _, timeline in parts[: 2 if trains else 1]]
+    at, found = 0.0, list[Event]()
+    for timeline in passes:
+        found += [Event(e.stream, e.what, e.start + at, e.end + at) for e in timeline.events]
+        at += timeline.now
+    return tuple(found)
 
 
 def _too_many(plan: ResolvedPlan, cluster: Cluster) -> Diagnostic:

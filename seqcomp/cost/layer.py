@@ -204,7 +204,7 @@ class Layer:
     def qkv(self) -> float:
         """Projections, and positions applied to queries and keys."""
         b, t = self.block, self._plan.tensor_size
-        queries, keys = b.heads * b.head_dim / t, b.parameters.kv / min(t, b.kv_heads)
+        queries, keys = b.heads * b.head_dim / t, b.parameters.kv / (1 if t > b.kv_heads else t)
         inner = queries + keys / self.hidden
         rotary = stream_seconds(self._device, 2 * self.tokens * inner * self.element)
         return self._product(queries * self.hidden + keys, inner) + rotary

@@ -165,8 +165,7 @@ def kept_of(
         if not keeps:
             kept -= tokens * e * before
     elif t > block.kv_heads and not keeps:
-        copies = t * on_tensor.kv_heads - shape.kv_heads
-        kept += tokens * e * copies * shape.kv_head
+        kept += (group - tokens) * e * shape.kv_heads * shape.kv_head  # made whole, then sliced
     if keeps and t > 1:
         kept += 2 * tokens * e * model.hidden  # results of the reduce-scatters
     return kept

@@ -80,7 +80,8 @@ class Timeline:
         self.computing += self.contention * min(seconds, left)
         self.now += self.contention * min(seconds, left)
         end = max(self.now, self.links.get(link, 0.0) + seconds)
-        self._add("background", what, 0.0, end)
+        start = max((e.end for e in self.events if e.stream == "background"), default=0.0)
+        self._add("background", what, start, min(start + seconds, end))
         self._wait(axis, end - self.now)
         self.now = end
         self.links[link] = self.links.get(link, 0.0) + seconds

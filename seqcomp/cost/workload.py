@@ -246,18 +246,19 @@ def _ends(plan: ResolvedPlan, model: ModelShape, run: Run) -> Iterator[tuple[str
 
 
 def _loss(plan: ResolvedPlan, tokens: int) -> Iterator[CommStep]:
-    """Vocabulary-parallel cross-entropy in fp32 (maximum, sum and target; one gradient), and the
-    sum over all tokens."""
+    """Vocabulary-parallel cross-entropy in fp32 (maximum, sum and target; one gradient), the sum
+    over all tokens, and over data ranks their count."""
     t, axis, wide = plan.tensor_size, plan.tensor_axis or "tensor", 4
     if t > 1:
         one = 2 * (t - 1) * tokens * wide // t
         yield CommStep("all_reduce", axis, 3 * one, 2, "forward", False)
         yield CommStep("all_reduce", axis, one, 1, "backward", False)
-    axes = tuple(a for a, n in plan.axes.items() if n > 1 and a != plan.tensor_axis)
-    degree = math.prod(plan.axes[a] for a in axes)
-    if degree > 1:
-        sent = 2 * (degree - 1) * wide // degree
-        yield CommStep("all_reduce", "+".join(axes), sent, 1, "forward", False)
+    every = tuple(a for a, n in plan.axes.items() if n > 1 and a != plan.tensor_axis)
+    for axes in (every, tuple(a for a in every if a in plan.batch_axes)):
+        degree = math.prod(plan.axes[a] for a in axes)
+        if degree > 1:
+            sent = 2 * (degree - 1) * wide // degree
+            yield CommStep("all_reduce", "+".join(axes), sent, 1, "forward", False)
 
 
 def _gathered_logits(plan: ResolvedPlan, size: int) -> Iterator[CommStep]:

@@ -6,7 +6,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from seqcomp.plan.frozenmap import FrozenMap
 from seqcomp.strategies.base import Kind
@@ -79,7 +79,7 @@ class Link:
     name: str
     latency: float
     bandwidth: float
-    rates: FrozenMap[tuple[Rate, ...]] = FrozenMap()
+    rates: FrozenMap[tuple[Rate, ...]] = field(default_factory=FrozenMap)
 
     def measured(self, kind: Kind, ranks: int) -> Rate | None:
         """Of a collective of ``ranks``, in between and beyond as `Curve` does; None: unknown."""
@@ -108,7 +108,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """``max_nodes`` nodes of ``gpus_per_node`` devices; ``notes`` say where its numbers are from."""
+    """``max_nodes`` nodes of ``gpus_per_node`` devices; ``notes``: what its numbers leave out."""
 
     name: str
     device: Device

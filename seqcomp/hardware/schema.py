@@ -101,7 +101,7 @@ class LinkFile(_Model):
     rates: dict[Kind, RatesFile] = {}
 
     def build(self) -> Link:
-        rates = {
+        rates: dict[str, tuple[Rate, ...]] = {
             kind: tuple(
                 Rate(p.ranks, p.latency_us * 1e-6, p.gb_s * 1e9)
                 for p in sorted(item.points, key=lambda p: p.ranks)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from rich.console import Console
 from rich.table import Table
 
 from seqcomp.report.attention import WorkRow
 from seqcomp.report.footprint import FootprintRow
 from seqcomp.report.memory import MemoryRow
 from seqcomp.report.rows import CommRow, KernelRow
+from seqcomp.report.text import as_text, count_of, pattern, readable
+
+__all__ = [
+    "as_text", "comm_table", "count_of", "footprint_table", "kernel_table", "memory_line",
+    "pattern", "readable", "work_table",
+]  # fmt: skip
 
 
 def comm_table(rows: Iterable[CommRow]) -> Table:
@@ -100,37 +104,3 @@ def memory_line(row: MemoryRow) -> str:
         f"{row.what} in {row.where} ({row.count} calls): {readable(row.bytes_kept)} saved for the "
         f"backward{host} instead of {at_least}{readable(row.bytes_without)}"
     )
-
-
-def as_text(parts: Sequence[Table | str], width: int = 160) -> str:
-    """Plain text without colours or trailing blanks."""
-    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
-    for part in parts:
-        console.print(part, markup=False) if isinstance(part, str) else console.print(part)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
-
-
-def pattern(module: str) -> str:
-    """'layers.3.attn' -> 'layers.*.attn'."""
-    return ".".join("*" if part.isdigit() else part for part in module.split("."))
-
-
-def count_of(number: float) -> str:
-    """A number with a decimal prefix, three digits."""
-    value, prefix = float(number), ""
-    for prefix in ("", " k", " M", " G", " T", " P"):
-        if value < 999.5 or prefix == " P":
-            break
-        value /= 1000
-    return f"{value:.3g}{prefix}"
-
-
-def readable(size: int) -> str:
-    """Bytes with a binary unit, three digits."""
-    value, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1000 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{size} B" if unit == "B" else f"{value:.3g} {unit}"

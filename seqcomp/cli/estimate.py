@@ -1,0 +1,100 @@
+"""``seqcomp estimate PLAN --model M --cluster C --seq-len S``: what would a step cost?"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from seqcomp.cli.reading import reading
+from seqcomp.diagnostics import PlanError, errors_in
+
+FITS, REFUSED, WRONG_USAGE = 0, 1, 2
+_USAGE = {"SC020", "SC027", "SC028"}
+
+
+class Dtype(StrEnum):
+    """Of weights and activations."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+class Mode(StrEnum):
+    """What a step is."""
+
+    train = "train"
+    prefill = "prefill"
+
+
+def estimate(
+    plan: Annotated[
+        str, typer.Argument(metavar="PLAN", help="A file, or a preset such as usp_4x8.")
+    ],
+    *,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A known shape (llama3-8b, gpt-175b, ...), or hf:<Architecture>[?key=value&...], "
+            "hf:path/config.json, titan:<model>/<flavor>, python:<module>:<factory>."
+        ),
+    ],
+    cluster: Annotated[
+        str, typer.Option(help="A known cluster (h100, a100, ...), or a YAML file of that format.")
+    ],
+    seq_len: Annotated[int, typer.Option(min=1, help="Full sequence length in tokens.")],
+    batch: Annotated[int, typer.Option(min=1, help="Sequences on each data rank.")] = 1,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.")] = Dtype.bf16,
+    mode: Annotated[
+        Mode, typer.Option(help="A training step, or a forward that keeps keys and values.")
+    ] = Mode.train,
+    gpu_hour_price: Annotated[
+        float | None, typer.Option(min=0, help="Of one GPU for one hour, in any unit.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object to standard output.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of what failed.")
+    ] = False,
+) -> None:
+    """Step time, memory, FLOPs and price of a plan on a cluster, from shapes and measured rates.
+
+    Exit 0 it fits, 1 it does not or is refused, 2 wrong usage. Needs no processes and no GPU, and
+    for known shapes no torch.
+    """
+    from seqcomp.cost.estimate import estimate as run_estimate
+    from seqcomp.cost.run import Run
+    from seqcomp.hardware.load import load_cluster
+    from seqcomp.integrations.shapes import read_shape
+    from seqcomp.plan.load import load_plan
+    from seqcomp.plan.resolve import resolve
+    from seqcomp.report.estimate import estimate_text
+
+    try:
+        machine = load_cluster(cluster)
+        loaded = load_plan(plan)
+        with reading(model):
+            shape = read_shape(model)
+        resolved = resolve(loaded, shape.facts, seq_len=seq_len)
+        run = Run(seq_len, batch, dtype.value, "train" if mode is Mode.train else "prefill")
+        found = run_estimate(resolved, shape, machine, run, gpu_hour_price=gpu_hour_price)
+    except PlanError as error:
+        if debug:
+            traceback.print_exc()
+        for item in error.diagnostics:
+            typer.echo(str(item), err=True)
+        if as_json:
+            items = [item.to_json() for item in error.diagnostics]
+            typer.echo(json.dumps({"source": plan, "diagnostics": items}, indent=2))
+        usage = any(item.code in _USAGE for item in error.diagnostics)
+        raise typer.Exit(WRONG_USAGE if usage else REFUSED) from None
+    if as_json:
+        typer.echo(json.dumps({"source": plan, **found.to_json()}, indent=2))
+    else:
+        typer.echo(f"{plan}: {estimate_text(found)}")
+    raise typer.Exit(REFUSED if errors_in(found.findings) else FITS)

@@ -1,0 +1,259 @@
+"""``ModelShape`` of a real module, or by name; torch is imported for modules alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from seqcomp.cost.named import load_shape
+from seqcomp.cost.shape import Block, Bytes, MaskKind, ModelShape, Parameters, Saved
+from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.layout.masks import Band
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from seqcomp.capture.recognise import AttentionInfo
+
+_KINDS = ("hf", "titan", "python")
+_TOKENS = 64  # of the calls whose saved bytes are counted; they grow with the tokens alone
+_WIDTHS = {"bf16": 2, "fp32": 4}
+
+
+def read_shape(model: str) -> ModelShape:
+    """A known shape by name, or the shape of the model that a spec names.
+
+    Raises:
+        PlanError: SC020 for what is neither, and whatever `model_shape` raises.
+    """
+    return model_shape(model) if model.partition(":")[0] in _KINDS else load_shape(model)
+
+
+def model_shape(model: nn.Module | str) -> ModelShape:
+    """The shape of a module or of the one that a spec names, from captures on fake tensors.
+
+    Parameters are counted, heads and masks are those of a capture of the whole, and what autograd
+    keeps is counted on the lowered graph of one block of each kind, in bf16 and in fp32. Masks that
+    depend on data count as full. The module stays as it is.
+
+    Raises:
+        PlanError: SC020, SC021 for specs, SC301, SC309 where it cannot be captured, SC022 where it
+            is not one list of blocks with one attention each.
+    """
+    from seqcomp.capture.blocks import blocks_of
+    from seqcomp.capture.facts import attentions_of
+    from seqcomp.integrations.models import build_model
+
+    module = build_model(model) if isinstance(model, str) else model
+    name = model if isinstance(model, str) else type(model).__name__
+    _, infos = attentions_of(module)
+    paths = blocks_of(module)
+    lists = {path.rpartition(".")[0] for path in paths}
+    inside = {path: [i for i in infos if f"{i.where}.".startswith(f"{path}.")] for path in paths}
+    if len(lists) != 1 or any(len(found) != 1 for found in inside.values()):
+        raise PlanError(
+            diagnostic(
+                "SC022",
+                where=name,
+                message="the model is not one list of blocks with one attention each",
+                found=f"{len(paths)} blocks in {len(lists)} lists, {len(infos)} attentions",
+                legal="a decoder or an encoder; for others use ModelShape directly",
+            )
+        )
+    groups: dict[_Kind, list[str]] = {}
+    config = getattr(module, "config", None)
+    sizes = _Sizes.of(module, paths)
+    for path in paths:
+        kind = _kind(module.get_submodule(path), inside[path][0], sizes.hidden, config)
+        groups.setdefault(kind, []).append(path)
+    container = lists.pop()
+    blocks, ends = [], Bytes(0, 0)
+    for kind, members in groups.items():
+        saved, ends = _saved(module, container, members[0], sizes.hidden)
+        blocks.append(kind.block(len(members), saved))
+    return ModelShape(
+        name=name,
+        hidden=sizes.hidden,
+        vocab=sizes.vocab,
+        blocks=tuple(blocks),
+        embedding=sizes.embedding,
+        head=sizes.head,
+        other=sizes.other,
+        ends=_without_logits(ends, sizes.vocab),
+        tied=sizes.head == 0,
+    )
+
+
+_LOGITS = 4.0  # bytes that a cross-entropy in fp32 keeps of each logit
+
+
+def _without_logits(ends: Bytes, vocab: int) -> Bytes:
+    """Logits and what the loss keeps of them are counted apart."""
+    own = _LOGITS * vocab
+    return Bytes(ends.fixed - own, ends.elements) if ends.fixed >= own else ends
+
+
+# --- parameters and heads --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of what is outside of the blocks."""
+
+    hidden: int
+    vocab: int
+    embedding: int
+    head: int
+    other: int
+
+    @classmethod
+    def of(cls, module: nn.Module, paths: Sequence[str]) -> _Sizes:
+        inside = {id(p) for path in paths for p in module.get_submodule(path).parameters()}
+        rest = [p for p in module.parameters() if id(p) not in inside]
+        tables = [p for p in rest if p.dim() == 2]
+        vocab, hidden = max((tuple(p.shape) for p in tables), default=(0, 0))
+        words = [p for p in tables if tuple(p.shape) == (vocab, hidden)]
+        return cls(
+            hidden=hidden,
+            vocab=vocab,
+            embedding=vocab * hidden,
+            head=vocab * hidden * (len(words) - 1),
+            other=sum(p.numel() for p in rest) - vocab * hidden * len(words),
+        )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What tells blocks of one kind from others."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    mask: MaskKind
+    window: int
+    width: int
+    gated: bool
+    experts: int
+    active: int
+    parameters: Parameters
+
+    def block(self, count: int, saved: Saved) -> Block:
+        return Block(
+            count=count,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            mask=self.mask,
+            window=self.window,
+            mlp_width=self.width,
+            gated=self.gated,
+            experts=self.experts,
+            active=self.active,
+            parameters=self.parameters,
+            saved=saved,
+        )
+
+
+def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> _Kind:
+    named = dict(block.named_parameters())
+    of_experts = {n: p for n, p in named.items() if "experts" in n.split(".") and p.dim() > 1}
+    matrices = sum(p.numel() for n, p in named.items() if p.dim() > 1 and n not in of_experts)
+    total = sum(p.numel() for p in named.values())
+    routed = sum(p.numel() for p in of_experts.values())
+    kv = min(hidden * info.kv_heads * (info.head_dim + info.value_dim), matrices)
+    experts = _setting(config, ("num_local_experts", "num_experts", "n_routed_experts"))
+    experts = experts or max((p.shape[0] for p in of_experts.values()), default=0)
+    active = _setting(config, ("num_experts_per_tok", "top_k")) or 1
+    own = matrices - hidden * info.heads * (info.head_dim + info.value_dim) - kv
+    if of_experts:
+        width = _setting(config, ("moe_intermediate_size", "intermediate_size"))
+        own = routed // max(experts, 1)
+    else:
+        width = _setting(config, ("intermediate_size", "n_inner", "ffn_dim"))
+        width = width or max((max(p.shape) for p in named.values() if p.dim() == 2), default=0)
+    mask, window = _mask(info)
+    return _Kind(
+        heads=info.heads,
+        kv_heads=info.kv_heads,
+        head_dim=info.head_dim,
+        value_dim=info.value_dim,
+        mask=mask,
+        window=window,
+        width=width,
+        gated=bool(width) and own > 2.5 * hidden * width,
+        experts=experts if of_experts else 0,
+        active=active if of_experts else 0,
+        parameters=Parameters(matrices, kv, routed, total - matrices - routed),
+    )
+
+
+def _mask(info: AttentionInfo) -> tuple[MaskKind, int]:
+    if isinstance(info.mask, Band) and info.mask.low == 0:
+        return "window", info.mask.high + 1
+    return ("causal", 0) if info.causal else ("full", 0)
+
+
+def _setting(config: Any, names: tuple[str, ...]) -> int:
+    return next((v for n in names if isinstance(v := getattr(config, n, None), int)), 0)
+
+
+# --- what autograd keeps ---------------------------------------------------------------------
+
+
+def _saved(module: nn.Module, container: str, path: str, hidden: int) -> tuple[Saved, Bytes]:
+    """Of one block, which keeps its input where all of it runs again, and of all outside."""
+    block: dict[str, list[float]] = {"none": [], "selective": []}
+    outside: list[float] = []
+    with _alone(module, container, path):
+        for dtype in _WIDTHS:
+            kept = _counted(module, dtype)
+            for name, found in block.items():
+                found.append(kept[name])
+            outside.append(kept["outside"])
+    none, selective = (_affine(found) for found in block.values())
+    return Saved(none, selective, Bytes(0, hidden)), _affine(outside)
+
+
+def _counted(module: nn.Module, dtype: str) -> Mapping[str, float]:
+    """Bytes a token of a module of one block, in one dtype."""
+    from seqcomp.integrations.explain import explain
+
+    plan = {
+        "mesh": {"ring": 1},
+        "strategies": {"ring": {}},
+        "memory": {"checkpoint": "selective"},
+    }
+    report = explain(module, plan, seq_len=_TOKENS, dtype=dtype)
+    (row,) = [r for r in report.memory if r.what.startswith("checkpoint")]
+    total = next(r.bytes for r in report.footprint if r.what == "saved activations")
+    return {
+        "none": row.bytes_without / _TOKENS,
+        "selective": row.bytes_kept / _TOKENS,
+        "outside": (total - row.bytes_kept) / _TOKENS,
+    }
+
+
+def _affine(values: list[float]) -> Bytes:
+    narrow, wide = _WIDTHS.values()
+    elements = (values[1] - values[0]) / (wide - narrow)
+    return Bytes(values[0] - narrow * elements, elements)
+
+
+@contextmanager
+def _alone(module: nn.Module, container: str, path: str) -> Iterator[None]:
+    """The module with one of its blocks for all of them."""
+    holder = module.get_submodule(container)
+    before = dict(holder._modules)
+    key = path.rpartition(".")[2]
+    first = next(iter(before))
+    holder._modules.clear()
+    holder._modules[first if first.isdigit() else key] = before[key]
+    try:
+        yield
+    finally:
+        holder._modules.clear()
+        holder._modules.update(before)
