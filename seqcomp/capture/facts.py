@@ -63,7 +63,7 @@ def mask_name(info: AttentionInfo) -> str:
 
 
 def model_facts(module: torch.nn.Module, example: Mapping[str, Any] | None = None) -> ModelFacts:
-    """Facts of a module from one capture on fake tensors; nothing is computed. See `attentions_of`."""
+    """Facts of a module from one capture on fake tensors; arguments as of `attentions_of`."""
     return facts_of(*attentions_of(module, example), module)
 
 

@@ -29,9 +29,9 @@ class Estimate:
     Seconds of one step: ``step_seconds`` is ``compute_seconds`` and ``exposed_seconds``, in which
     the device waits for communication; ``exposed`` splits these by mesh axis. ``timeline``: one
     layer of the first group, forward and then (training) backward. ``memory`` rows add up to
-    ``peak_bytes`` of the ``capacity`` of one device, but for those in host memory. ``flops``, of all
-    ranks, and ``mfu``, over the peak of all, by convention (`CONVENTIONS`). ``price`` in the unit of
-    the price of a GPU hour, of one step; None without one.
+    ``peak_bytes`` of the ``capacity`` of one device, but for those in host memory. ``flops`` of
+    all ranks, and ``mfu``, over the peak of all, by convention (`CONVENTIONS`). ``price`` of one
+    step, in the unit of the price of a GPU hour; None without one.
     """
 
     cluster: str
@@ -96,7 +96,7 @@ def estimate(
     gpu_hour_price: float | None = None,
     advise: bool = True,
 ) -> Estimate:
-    """What one step of ``run`` costs under a plan. No processes, no torch, well below a millisecond.
+    """What one step of ``run`` costs under a plan: no processes, no torch, under a millisecond.
 
     Equal blocks are computed once. The plan is taken to be legal for the model (``resolve`` with
     ``model.facts`` and the length). advise: where memory is not enough, look for the nearest change

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -133,7 +134,9 @@ class Cluster:
         if math.prod(axes.values()) <= self.gpus_per_node:
             return Span(size, size)
         sizes = list(axes.items())
-        strides = list(itertools.accumulate((n for _, n in reversed(sizes)), initial=1))
+        strides = list(
+            itertools.accumulate((n for _, n in reversed(sizes)), operator.mul, initial=1)
+        )
         inside = 1
         for (name, count), stride in zip(reversed(sizes), strides, strict=False):
             if name in wanted:

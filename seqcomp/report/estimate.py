@@ -25,10 +25,11 @@ def estimate_text(found: Estimate) -> str:
     step = f"one step {seconds_of(found.step_seconds)}: {seconds_of(found.compute_seconds)}"
     wait = f"computing, {seconds_of(found.exposed_seconds)} waiting for communication"
     rate, each = found.tokens_per_second, found.tokens_per_second / math.prod(found.mesh.values())
+    hours = found.gpu_hours
     lines = [
         headline,
         f"{step} {wait}" + (f" ({waiting})" if waiting else ""),
-        f"{count_of(rate)} tokens/s, {count_of(each)} a GPU; {found.gpu_hours:.4g} GPU hours{money}",
+        f"{count_of(rate)} tokens/s, {count_of(each)} a GPU; {hours:.4g} GPU hours{money}",
     ]
     room = found.capacity - found.peak_bytes
     left = f"{readable(room)} left" if room >= 0 else f"{readable(-room)} too much"

@@ -1,0 +1,164 @@
+"""Causal balance and the condition under which a ring hides its hops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from seqcomp.cost.rounds import round_pairs
+from seqcomp.cost.shape import ModelShape
+from seqcomp.layout.intervals import causal_balance, work
+from seqcomp.layout.masks import Causal
+from seqcomp.layout.sequence import Layout, SequenceLayout
+from seqcomp.strategies.base import AttentionShape, attention_flops
+from seqcomp.strategies.ring import causal_imbalance
+from tests.fixtures.pricing import SMALL, ideal, masked, priced
+
+S = 240
+MHA = ModelShape.decoder(layers=1, hidden=4096, heads=32, vocab=1000, mlp_width=4096)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_contiguous(n: int) -> None:
+    """max/mean (2N-1)/N, the last rank 2N-1 times the first, both but for the diagonal."""
+    s = S * 1000
+    layout = SequenceLayout("contiguous", n)
+    areas = work(Causal(), layout, s)
+    assert areas[-1] / areas[0] == pytest.approx(2 * n - 1, rel=1e-3)
+    assert causal_balance(layout, s) == pytest.approx((2 * n - 1) / n, rel=1e-3)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["contiguous", "striped", "zigzag"])
+def test_counted_balance(kind: Layout, n: int) -> None:
+    layout = SequenceLayout(kind, n)
+    exact = {
+        "contiguous": (2 * S - Fraction(S, n) + 1) / (S + 1),
+        "striped": Fraction(S + n, S + 1),
+        "zigzag": Fraction(1),
+    }[kind]
+    assert causal_imbalance(kind, S, n) == exact
+    assert causal_balance(layout, S) == float(exact)
+
+
+@pytest.mark.parametrize(("n", "percent"), [(2, 66.7), (4, 57.1), (8, 53.3)])
+def test_lockstep_efficiency(n: int, percent: float) -> None:
+    """Mean work over the sum of each round's busiest rank: N/(2N-1); 1 where balanced."""
+    s = 10**6 // 48 * 48
+    (block,) = SMALL.blocks
+    mean = s * (s + 1) / 2 / n
+    found = {
+        kind: mean / sum(round_pairs(block, SequenceLayout(kind, n), s))
+        for kind in ("contiguous", "striped", "zigzag")
+    }
+    assert 100 * found["contiguous"] == pytest.approx(percent, abs=0.06)
+    assert found["zigzag"] == pytest.approx(1, rel=1e-9)
+    assert found["striped"] == pytest.approx((s + 1) / (s + n), rel=1e-4)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["contiguous", "striped", "zigzag"])
+def test_rounds_are_those_of_the_layout(kind: Layout, n: int) -> None:
+    """Brute force: each round's busiest rank, ranks in step."""
+    (block,) = SMALL.blocks
+    layout = SequenceLayout(kind, n)
+    held = [[i for part in layout.ring_ranges(S, r) for i in part] for r in range(n)]
+
+    def pairs(rank: int, source: int) -> int:
+        return sum(j <= i for i in held[rank] for j in held[source])
+
+    counted = [max(pairs(r, (r - t) % n) for r in range(n)) for t in range(n)]
+    assert list(round_pairs(block, layout, S)) == counted
+
+
+@pytest.mark.parametrize(("r", "bound"), [(2, 1.5), (4, 1.75), (8, 1.875)])
+def test_speedup_of_balancing(r: int, bound: float) -> None:
+    """(2r - 1)/r, by the whole model: attention alone, all hops hidden."""
+    cluster = ideal(1e12, 1e15)
+    alone = replace(MHA, vocab=1)
+    times = [
+        attention_seconds(priced(f"ring_{r}_{kind}", alone, cluster, seq_len=65536).timeline)
+        for kind in ("contiguous", "zigzag")
+    ]
+    assert times[0] / times[1] == pytest.approx(bound, rel=1e-3)
+    assert bound == (2 * r - 1) / r
+
+
+def test_contiguous_ring_of_eight_is_at_53_percent() -> None:
+    """ring-flash-attention measured 51.4 to 53.9 % of an even share."""
+    cluster = ideal(1e12, 1e15)
+    one = attention_seconds(priced("ring_1", MHA, cluster, seq_len=65536).timeline)
+    ring = attention_seconds(priced("ring_8_contiguous", MHA, cluster, seq_len=65536).timeline)
+    assert 100 * one / 8 / ring == pytest.approx(53.3, abs=0.1)
+
+
+def attention_seconds(timeline: tuple) -> float:  # type: ignore[type-arg]
+    """From the first round of a forward to the last."""
+    own = [e for e in timeline if e.stream == "compute" and e.what.startswith("attention")]
+    forward = [e for e in own if "backward" not in e.what]
+    return forward[-1].end - forward[0].start
+
+
+HOSTS = [
+    ("A100 NVLink", 312, 300, 1.0, 6.2),
+    ("A100 InfiniBand", 312, 12.5, 24.5, 149.5),
+    ("TPUv3", 123, 112, 1.1, 6.6),
+    ("TPUv4", 275, 268, 1.0, 6.2),
+    ("TPUv5e", 196, 186, 1.1, 6.3),
+]
+
+
+@pytest.mark.parametrize(("name", "tera", "giga", "block", "sequence"), HOSTS)
+def test_smallest_block_that_hides_a_hop(
+    name: str, tera: float, giga: float, block: float, sequence: float
+) -> None:
+    """Ring Attention, table 2: c >= F/B (bf16, MHA, full mask), 6 c tokens a host."""
+    flops, bandwidth = tera * 1e12, giga * 1e9
+    least = flops / bandwidth
+    assert least / 1000 == pytest.approx(block, rel=0.06)
+    assert 6 * least / 1000 == pytest.approx(sequence, rel=0.02)
+    cluster = ideal(flops, bandwidth)
+    full = masked(MHA, "full")
+    for c, hidden in ((int(least * 0.98), False), (int(least * 1.02) + 2, True)):
+        assert (waits(full, cluster, 4 * c) < 1e-12) == hidden
+
+
+@pytest.mark.parametrize("kv_heads", [32, 8])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_the_general_condition(mask: str, kv_heads: int) -> None:
+    """c >= (e/2) (F/B) / G, twice that for balanced causal attention."""
+    model = ModelShape.decoder(
+        layers=1, hidden=4096, heads=32, kv_heads=kv_heads, vocab=1000, mlp_width=4096
+    )
+    flops, bandwidth = 2e14, 1e10
+    least = flops / bandwidth / (32 / kv_heads) * (2 if mask == "causal" else 1)
+    for c, hidden in ((int(least * 0.98), False), (int(least * 1.02), True)):
+        cluster = ideal(flops, bandwidth)
+        assert (waits(masked(model, mask), cluster, 4 * (c // 2 * 2)) < 1e-12) == hidden
+
+
+def waits(model: ModelShape, cluster: object, s: int) -> float:
+    """Seconds in which a ring of four waits in one prefill."""
+    kind = "contiguous" if model.blocks[0].mask == "full" else "zigzag"
+    plan = f"ring_4_{kind}"
+    return priced(plan, model, cluster, seq_len=s // 8 * 8, mode="prefill").exposed_seconds  # type: ignore[arg-type]
+
+
+def test_small_blocks_are_a_chain_of_latencies() -> None:
+    """Too little work a hop: the ring takes P - 1 latencies, whatever is computed."""
+    cluster = ideal(1e18, 1e18, latency=1e-3)
+    for n in (2, 8, 64):
+        assert priced(f"ring_{n}", cluster=cluster, seq_len=1024, mode="prefill").step_seconds == (
+            pytest.approx(SMALL.layers * (n - 1) * 1e-3, rel=0.02)
+        )
+
+
+def test_attention_grows_256_fold() -> None:
+    """8K -> 128K."""
+    flops = [
+        attention_flops(AttentionShape(1, s, 32, 8, 128), causal=False, phase="forward")
+        for s in (8192, 131072)
+    ]
+    assert flops[1] == 256 * flops[0]
