@@ -59,7 +59,7 @@ def measure_kernels(
     one = torch.ones(1, device=context.device)
 
     def seconds(operation: Callable[[], object]) -> float:
-        return seconds_of(context, operation, sizes.repeats)
+        return seconds_of(context, operation, sizes)
 
     copy = 2 * sizes.stream / seconds(lambda: target.copy_(source))
     stream = 3 * sizes.stream / seconds(lambda: source + target)
@@ -85,7 +85,7 @@ def _dense(context: RankContext, sizes: Sizes, dtype: str, rows: int) -> float:
         _ = y @ weight, y.T @ x
 
     flops = 3 * 2 * rows * sizes.width**2
-    return flops / seconds_of(context, step, sizes.repeats)
+    return flops / seconds_of(context, step, sizes)
 
 
 def _attention(context: RankContext, sizes: Sizes, dtype: str, tile: int) -> tuple[float, float]:
@@ -103,8 +103,8 @@ def _attention(context: RankContext, sizes: Sizes, dtype: str, tile: int) -> tup
         return found.backward(dout, q, k, v, out, lse, causal=True, scale=scale)
 
     return (
-        flops / seconds_of(context, forward, sizes.repeats),
-        BACKWARD * flops / seconds_of(context, backward, sizes.repeats),
+        flops / seconds_of(context, forward, sizes),
+        BACKWARD * flops / seconds_of(context, backward, sizes),
     )
 
 
@@ -121,7 +121,7 @@ def _contention(context: RankContext, sizes: Sizes, dtype: str) -> float:
         return x @ weight
 
     def seconds(operation: Callable[[], object]) -> float:
-        return seconds_of(context, operation, sizes.repeats)
+        return seconds_of(context, operation, sizes)
 
     work = seconds(product)
     block = torch.ones(sizes.messages[-1] // 4, device=context.device)

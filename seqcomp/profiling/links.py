@@ -9,6 +9,7 @@ from typing import get_args
 import torch
 
 from seqcomp.profiling.line import latency_and_bandwidth
+from seqcomp.profiling.sizes import Sizes
 from seqcomp.profiling.timing import seconds_of
 from seqcomp.runtime.comm import Communicator
 from seqcomp.runtime.dist import process_context
@@ -35,7 +36,7 @@ def group_sizes(most: int) -> list[int]:
 
 
 def measure_groups(
-    mesh: dict[str, int], messages: tuple[int, ...], repeats: int, tell: Callable[[str], None]
+    mesh: dict[str, int], sizes: Sizes, tell: Callable[[str], None]
 ) -> Iterator[MeasuredRate]:
     """Along the axis "measured" of a mesh of all ranks; every group of it works at once."""
     context = process_context(mesh)
@@ -44,9 +45,9 @@ def measure_groups(
         for kind in KINDS:
             tell(f"{kind} of {comm.size}")
             points = []
-            for size in messages:
+            for size in sizes.messages:
                 operation, sent = _operation(comm, kind, size, context.device)
-                points.append((sent, seconds_of(context, operation, repeats)))
+                points.append((sent, seconds_of(context, operation, sizes)))
             latency, bandwidth = latency_and_bandwidth(points)
             yield MeasuredRate(kind, comm.size, latency, bandwidth, tuple(points))
     finally:

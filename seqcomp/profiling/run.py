@@ -14,6 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from seqcomp.profiling.document import cluster_document
 from seqcomp.profiling.kernels import measure_kernels
@@ -82,7 +87,7 @@ def profile_on(
     with tempfile.TemporaryDirectory(prefix="seqcomp-bench-") as folder:
         said = mp.get_context("spawn").SimpleQueue()
         job = _Job(sizes, dtypes, threads, Path(folder), said)
-        running = mp.start_processes(
+        running = start_processes(
             _rank_main, (ranks, job), ranks, join=False, daemon=True, start_method="spawn"
         )
         end, found, ended = time.monotonic() + timeout, None, False
@@ -97,7 +102,7 @@ def profile_on(
                         tell(item)
                 if time.monotonic() > end:
                     raise TimeoutError(f"not measured within {timeout:g} s")
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        except (ProcessRaisedException, ProcessExitedException) as error:
             raise RuntimeError(f"a rank failed:\n{error}") from error
         finally:
             for process in running.processes:
@@ -140,11 +145,11 @@ def _measure(sizes: Sizes, dtypes: tuple[str, ...], tell: Tell) -> dict[str, Any
     inside: list[MeasuredRate] = []
     for size in group_sizes(node):
         mesh = {"rest": world // size, "measured": size}
-        inside += measure_groups(mesh, sizes.messages, sizes.repeats, tell)
+        inside += measure_groups(mesh, sizes, tell)
     across: list[MeasuredRate] = []
     for size in group_sizes(nodes):
         mesh = {"rest": nodes // size, "measured": size, "node": node}
-        across += measure_groups(mesh, sizes.messages, sizes.repeats, tell)
+        across += measure_groups(mesh, sizes, tell)
     if dist.get_rank() != 0:
         return None
     backend = dist.get_backend()

@@ -12,7 +12,8 @@ class Sizes:
     """``messages``: bytes that a rank sends in one collective. ``rows`` x ``width``: tokens and
     features of matrix products. ``tiles``: queries of attention with ``heads`` of ``head_dim``.
     ``stream``: bytes of the tensors of element-wise operations. ``repeats``: of which the median
-    counts."""
+    counts, each of ``window`` seconds at least: ranks that share a core take turns, and one turn
+    alone would be too fast."""
 
     messages: tuple[int, ...]
     rows: tuple[int, ...]
@@ -22,6 +23,7 @@ class Sizes:
     head_dim: int
     stream: int
     repeats: int
+    window: float
 
 
 CPU = Sizes(
@@ -33,6 +35,7 @@ CPU = Sizes(
     head_dim=64,
     stream=32 * MIB,
     repeats=7,
+    window=0.02,
 )
 GPU = Sizes(
     messages=(16 * KIB, 256 * KIB, 4 * MIB, 64 * MIB, 256 * MIB),
@@ -43,6 +46,7 @@ GPU = Sizes(
     head_dim=128,
     stream=1024 * MIB,
     repeats=15,
+    window=0.005,
 )
 QUICK = Sizes(
     messages=(4 * KIB, 256 * KIB),
@@ -53,4 +57,5 @@ QUICK = Sizes(
     head_dim=16,
     stream=MIB,
     repeats=3,
+    window=0.001,
 )
