@@ -127,7 +127,7 @@ class Cluster:
     def span(self, axes: Mapping[str, int], names: Iterable[str]) -> Span:
         """Of the group along the axes ``names`` of a mesh (outermost first), nodes filled in order.
 
-        Where groups straddle a node boundary, as the worst of them.
+        Groups that straddle a node boundary count as if they had fewer neighbours.
         """
         wanted = set(names)
         size = math.prod(axes[name] for name in wanted)
@@ -139,9 +139,8 @@ class Cluster:
         )
         inside = 1
         for (name, count), stride in zip(reversed(sizes), strides, strict=False):
-            if name in wanted:
-                node = self.gpus_per_node
-                inside *= math.gcd(node, stride * count) // math.gcd(node, stride)
+            if name in wanted and self.gpus_per_node % stride == 0:
+                inside *= math.gcd(self.gpus_per_node // stride, count)
         return Span(size, inside)
 
     def link_for(self, span: Span) -> Link:

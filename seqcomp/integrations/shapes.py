@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from seqcomp.cost.named import load_shape
 from seqcomp.cost.shape import Block, Bytes, MaskKind, ModelShape, Parameters, Saved
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.layout.masks import Band
+from seqcomp.plan.facts import ModelFacts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from seqcomp.capture.recognise import AttentionInfo
 
 _KINDS = ("hf", "titan", "python")
-_TOKENS = 64  # of the calls whose saved bytes are counted; they grow with the tokens alone
+_RANKS, _TOKENS = 2, 64  # of a rank, in the calls whose saved bytes are counted
 _WIDTHS = {"bf16": 2, "fp32": 4}
 
 
@@ -43,15 +44,21 @@ def model_shape(model: nn.Module | str) -> ModelShape:
             is not one list of blocks with one attention each.
     """
     from seqcomp.capture.blocks import blocks_of
-    from seqcomp.capture.facts import attentions_of
+    from seqcomp.capture.facts import attentions_of, facts_of
     from seqcomp.integrations.models import build_model
 
     module = build_model(model) if isinstance(model, str) else model
     name = model if isinstance(model, str) else type(model).__name__
-    _, infos = attentions_of(module)
     paths = blocks_of(module)
     lists = {path.rpartition(".")[0] for path in paths}
-    inside = {path: [i for i in infos if f"{i.where}.".startswith(f"{path}.")] for path in paths}
+    alike = len(lists) == 1 and len({_signature(module.get_submodule(p)) for p in paths}) == 1
+    with _alone(module, paths[0]) if alike else nullcontext():
+        capture, infos = attentions_of(module)
+        facts = facts_of(capture, infos, module)
+    inside = {
+        path: infos[:1] if alike else [i for i in infos if f"{i.where}.".startswith(f"{path}.")]
+        for path in paths
+    }
     if len(lists) != 1 or any(len(found) != 1 for found in inside.values()):
         raise PlanError(
             diagnostic(
@@ -64,14 +71,13 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         )
     groups: dict[_Kind, list[str]] = {}
     config = getattr(module, "config", None)
-    sizes = _Sizes.of(module, paths)
+    sizes = _Sizes.of(module, paths, facts)
     for path in paths:
         kind = _kind(module.get_submodule(path), inside[path][0], sizes.hidden, config)
         groups.setdefault(kind, []).append(path)
-    container = lists.pop()
     blocks, ends = [], Bytes(0, 0)
     for kind, members in groups.items():
-        saved, ends = _saved(module, container, members[0], sizes.hidden)
+        saved, ends = _saved(module, members[0], sizes.hidden)
         blocks.append(kind.block(len(members), saved))
     return ModelShape(
         name=name,
@@ -109,18 +115,17 @@ class _Sizes:
     other: int
 
     @classmethod
-    def of(cls, module: nn.Module, paths: Sequence[str]) -> _Sizes:
+    def of(cls, module: nn.Module, paths: Sequence[str], facts: ModelFacts) -> _Sizes:
         inside = {id(p) for path in paths for p in module.get_submodule(path).parameters()}
         rest = [p for p in module.parameters() if id(p) not in inside]
-        tables = [p for p in rest if p.dim() == 2]
-        vocab, hidden = max((tuple(p.shape) for p in tables), default=(0, 0))
-        words = [p for p in tables if tuple(p.shape) == (vocab, hidden)]
+        hidden, vocab = facts.hidden, facts.vocab or 0
+        words = sum(tuple(p.shape) == (vocab, hidden) for p in rest)
         return cls(
             hidden=hidden,
             vocab=vocab,
-            embedding=vocab * hidden,
-            head=vocab * hidden * (len(words) - 1),
-            other=sum(p.numel() for p in rest) - vocab * hidden * len(words),
+            embedding=vocab * hidden if words else 0,
+            head=vocab * hidden * max(words - 1, 0),
+            other=sum(p.numel() for p in rest) - vocab * hidden * words,
         )
 
 
@@ -201,14 +206,26 @@ def _setting(config: Any, names: tuple[str, ...]) -> int:
     return next((v for n in names if isinstance(v := getattr(config, n, None), int)), 0)
 
 
+def _signature(block: nn.Module) -> tuple[Any, ...]:
+    """Equal for blocks that compute alike: classes, parameters, settings without their place."""
+    settings = tuple(
+        (name, key, value)
+        for name, part in block.named_modules()
+        for key, value in sorted(vars(part).items())
+        if isinstance(value, str | int | float | bool) and "layer_i" not in key
+    )
+    shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+    return (tuple(type(part) for part in block.modules()), shapes, settings)
+
+
 # --- what autograd keeps ---------------------------------------------------------------------
 
 
-def _saved(module: nn.Module, container: str, path: str, hidden: int) -> tuple[Saved, Bytes]:
+def _saved(module: nn.Module, path: str, hidden: int) -> tuple[Saved, Bytes]:
     """Of one block, which keeps its input where all of it runs again, and of all outside."""
     block: dict[str, list[float]] = {"none": [], "selective": []}
     outside: list[float] = []
-    with _alone(module, container, path):
+    with _alone(module, path):
         for dtype in _WIDTHS:
             kept = _counted(module, dtype)
             for name, found in block.items():
@@ -219,15 +236,18 @@ def _saved(module: nn.Module, container: str, path: str, hidden: int) -> tuple[S
 
 
 def _counted(module: nn.Module, dtype: str) -> Mapping[str, float]:
-    """Bytes a token of a module of one block, in one dtype."""
+    """Bytes a token of a module of one block, in one dtype.
+
+    On a rank of a ring, whose attention keeps no scores however the model writes it.
+    """
     from seqcomp.integrations.explain import explain
 
     plan = {
-        "mesh": {"ring": 1},
+        "mesh": {"ring": _RANKS},
         "strategies": {"ring": {}},
         "memory": {"checkpoint": "selective"},
     }
-    report = explain(module, plan, seq_len=_TOKENS, dtype=dtype)
+    report = explain(module, plan, seq_len=_RANKS * _TOKENS, dtype=dtype)
     (row,) = [r for r in report.memory if r.what.startswith("checkpoint")]
     total = next(r.bytes for r in report.footprint if r.what == "saved activations")
     return {
@@ -244,11 +264,11 @@ def _affine(values: list[float]) -> Bytes:
 
 
 @contextmanager
-def _alone(module: nn.Module, container: str, path: str) -> Iterator[None]:
+def _alone(module: nn.Module, path: str) -> Iterator[None]:
     """The module with one of its blocks for all of them."""
+    container, _, key = path.rpartition(".")
     holder = module.get_submodule(container)
     before = dict(holder._modules)
-    key = path.rpartition(".")[2]
     first = next(iter(before))
     holder._modules.clear()
     holder._modules[first if first.isdigit() else key] = before[key]

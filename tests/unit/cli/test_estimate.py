@@ -1,0 +1,72 @@
+"""`seqcomp estimate`: exit codes, streams and JSON."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from seqcomp.cli import main
+
+H100 = ("--model", "llama3-8b", "--cluster", "h100")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    def call(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(("estimate", *args))
+        out, err = capsys.readouterr()
+        assert isinstance(caught.value.code, int)
+        return caught.value.code, out, err
+
+    return call
+
+
+def test_text(run) -> None:
+    args = ("--seq-len", "131072", "--mode", "prefill", "--gpu-hour-price", "2.5")
+    code, out, err = run("usp_4x8", *H100, *args)
+    assert (code, err) == (0, "")
+    assert out.startswith("usp_4x8: llama3-8b on ring 4 x ulysses 8 of 8 x H100")
+    for part in ("waiting for communication", "keys and values", "of peak", "price", "peak "):
+        assert part in out
+
+
+def test_json_of_a_plan_that_does_not_fit(run) -> None:
+    code, out, err = run("ring_2", *H100, "--seq-len", "131072", "--json")
+    data = json.loads(out)
+    assert (code, err, data["fits"], data["price"]) == (1, "", False, None)
+    assert data["peak_bytes"] > data["capacity"]
+    assert [item["code"] for item in data["findings"]] == ["SC121"]
+    assert {event["stream"] for event in data["timeline"]} >= {"compute", "communication"}
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (("ring_2", *H100, "--seq-len", "15"), 1, "SC206"),
+        (("ring_x", *H100, "--seq-len", "16"), 1, "SC012"),
+        (("ulysses_3", *H100, "--seq-len", "48"), 1, "SC201"),
+        (("ring_2", "--model", "llama-8b", "--cluster", "h100", "--seq-len", "16"), 2, "llama3-8b"),
+        (("ring_2", "--model", "llama3-8b", "--cluster", "h10", "--seq-len", "16"), 2, "SC027"),
+        (("ring_16", *H100[:3], "cpu-gloo", "--seq-len", "64", "--dtype", "fp32"), 1, "SC120"),
+        (("ring_2", *H100), 2, "--seq-len"),
+        (("ring_2", *H100, "--seq-len", "16", "--mode", "sleep"), 2, "sleep"),
+    ],
+)  # fmt: skip
+def test_refusals(run, args, code, text) -> None:
+    found, _, err = run(*args)
+    assert found == code
+    assert text in err
+
+
+def test_known_shapes_need_no_torch() -> None:
+    code = (
+        "import sys; from seqcomp.cli import main\n"
+        "try: main(['estimate', 'usp_2x2', '--model', 'llama3-8b', '--cluster', 'h100', "
+        "'--seq-len', '4096', '--json'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
