@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from seqcomp.cost.alone import attention_timeline
+from seqcomp.cost.named import load_shape
 from seqcomp.cost.run import Mode, Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.hardware.cluster import Cluster
@@ -67,7 +68,4 @@ def attention_seconds(
     return attention_timeline(plan, model, cluster, Run(length, dtype=dtype, mode=mode)).now
 
 
-LLAMA_8B = ModelShape.decoder(
-    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, vocab=128256, mlp_width=14336,
-    name="llama3-8b",
-)  # fmt: skip
+LLAMA_8B = load_shape("llama3-8b")

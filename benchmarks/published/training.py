@@ -6,22 +6,24 @@ from collections.abc import Iterator
 
 from seqcomp.cost.alone import block_timelines
 from seqcomp.cost.estimate import estimate
+from seqcomp.cost.named import load_shape
 from seqcomp.cost.run import Run
-from seqcomp.cost.shape import ModelShape
 from seqcomp.hardware.cluster import Cluster
 
 from .rows import LLAMA_8B, Row, plan_of
 
 LENGTH, TENSOR = 2048, 8
-GPT = {
-    # heads, hidden, layers, batch of a pass, bubble of the pipeline over its work
-    "22B": (64, 6144, 48, 4, 0.0),
-    "175B": (96, 12288, 96, 1, 7 / (64 * 3)),
-    "530B": (128, 20480, 105, 1, 34 / (280 * 3)),
-    "1T": (160, 25600, 128, 1, 63 / 512),
+STAGES = {
+    # sequences of a pass, bubble of the pipeline over its work
+    "22B": (4, 0.0),
+    "175B": (1, 7 / (64 * 3)),
+    "530B": (1, 34 / (280 * 3)),
+    "1T": (1, 63 / 512),
 }
 """Table 3 of the paper: pipelines of 1, 8, 35 and 64 stages, the middle two interleaved by 3. Plans
 have no pipeline; its bubble, (stages - 1) / (passes x interleaving), is taken as known."""
+
+GPT = {name: load_shape(f"gpt-{name.lower()}") for name in STAGES}
 
 MFU = {"22B": 41.5, "175B": 51.4, "530B": 56.0, "1T": 56.3}
 """Table 5, per cent, with sequence parallelism and selective recomputation on A100 80 GB."""
@@ -37,25 +39,17 @@ LAYER_MS = {
 attention does."""
 
 
-def gpt(name: str) -> ModelShape:
-    heads, hidden, layers, _, _ = GPT[name]
-    return ModelShape.decoder(
-        layers=layers, hidden=hidden, heads=heads, vocab=51200, mlp_width=4 * hidden, gated=False,
-        name=f"gpt {name}",
-    )  # fmt: skip
-
-
 def layer_ms(cluster: Cluster, name: str) -> tuple[float, float]:
     """Forward and backward of one layer over 8 GPUs."""
-    run = Run(LENGTH, batch=GPT[name][3])
-    passes = block_timelines(plan_of({"tensor": TENSOR}), gpt(name), cluster, run)
+    run = Run(LENGTH, batch=STAGES[name][0])
+    passes = block_timelines(plan_of({"tensor": TENSOR}), GPT[name], cluster, run)
     forward, backward = (one.now * 1e3 for one in passes)
     return forward, backward
 
 
 def mfu(cluster: Cluster, name: str) -> float:
     """Per cent of peak, FLOPs of the model without recomputation and with all pairs."""
-    _, hidden, _, batch, bubble = GPT[name]
+    (batch, bubble), hidden = STAGES[name], GPT[name].hidden
     flops = 72 * batch * LENGTH * hidden**2 * (1 + LENGTH / (6 * hidden))
     seconds = sum(layer_ms(cluster, name)) * 1e-3 * (1 + bubble)
     return 100 * flops / (seconds * TENSOR * cluster.device.peak["bf16"])
@@ -63,9 +57,9 @@ def mfu(cluster: Cluster, name: str) -> float:
 
 def whole_mfu(cluster: Cluster) -> float:
     """Per cent of 22B, which has no pipeline: head, loss and optimizer included."""
-    run = Run(LENGTH, batch=GPT["22B"][3])
+    run = Run(LENGTH, batch=STAGES["22B"][0])
     plan = plan_of({"tensor": TENSOR}, outputs={"logits": "drop"})
-    return 100 * estimate(plan, gpt("22B"), cluster, run, advise=False).mfu["full"]
+    return 100 * estimate(plan, GPT["22B"], cluster, run, advise=False).mfu["full"]
 
 
 def megatron_rows() -> Iterator[Row]:
