@@ -109,37 +109,36 @@ def _attention(context: RankContext, sizes: Sizes, dtype: str, tile: int) -> tup
 
 
 def _contention(context: RankContext, sizes: Sizes, dtype: str) -> float:
-    """A product and a transfer that takes about as long: together against the longer of them."""
+    """A transfer and products that take as long: together against the longer of them.
+
+    0 where the transfer costs nothing, 1 where one waits for the other.
+    """
     comm = context.comm(("all",))
     if comm.size == 1:
         return 0.0
-    rows = sizes.rows[-1]
-    x, weight = _random(context, dtype, rows, sizes.width), _random(context, dtype, sizes.width)
+    x = _random(context, dtype, sizes.rows[-1], sizes.width)
+    weight = _random(context, dtype, sizes.width)
+    block = torch.ones(sizes.messages[-1] // 4, device=context.device)
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-
-    def product() -> object:
-        return x @ weight
 
     def seconds(operation: Callable[[], object]) -> float:
         return seconds_of(context, operation, sizes)
 
-    work = seconds(product)
-    block = torch.ones(sizes.messages[-1] // 4, device=context.device)
     hop = seconds(lambda: comm.start_exchange([block], to=to, source=source).wait())
-    # As long as the product, and the same on all ranks: all of them have the same times.
-    block = block[: max(1, min(len(block), int(len(block) * work / hop)))].contiguous()
+    # The same on all ranks, as the seconds are.
+    times = max(1, round(hop / seconds(lambda: x @ weight)))
 
-    def transfer() -> object:
-        return comm.start_exchange([block], to=to, source=source).wait()
+    def products() -> None:
+        for _ in range(times):
+            _ = x @ weight
 
     def both() -> None:
         pending = comm.start_exchange([block], to=to, source=source)
-        product()
+        products()
         pending.wait()
 
-    hop = seconds(transfer)
-    slower = seconds(both) - max(work, hop)
-    return max(0.0, slower) / min(work, hop)
+    work = seconds(products)
+    return min(max(0.0, seconds(both) - max(work, hop)) / min(work, hop), 1.0)
 
 
 def _memory(context: RankContext) -> int:
