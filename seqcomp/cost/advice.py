@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from seqcomp.cost.memory import memory_rows, peak_bytes
@@ -46,27 +47,42 @@ def _help(plan: ResolvedPlan, model: ModelShape, cluster: Cluster, run: Run) -> 
         rows = memory_rows(resolved, model, replace(run, seq_len=length))
         return peak_bytes(rows) <= capacity
 
-    for text, changed in _single(plan, run):
-        if fits(changed):
-            return text
-    made, current = [], plan
-    for find in _CUMULATIVE:
-        change = find(current, run)
-        if change is None:
-            continue
-        text, changed = change
-        made.append(text)
-        if fits(changed):
-            return " and ".join(made)
-        resolved = _resolved(changed, model, run.seq_len)
-        current = current if resolved is None else resolved
-    wider = _wider(current.plan, plan, cluster, fits)
+    texts, most = list[str](), plan.plan
+    for count in range(1, len(_CHANGES) + 1):
+        for finds in itertools.combinations(_CHANGES, count):
+            made = _made(finds, plan, run)
+            if made is None:
+                continue
+            texts, most = made
+            if fits(most):
+                return _and(texts)
+    wider = _wider(most, plan, cluster, fits)
     if wider:
-        return " and ".join([*made, wider])
-    shorter = _shorter(current, run, fits)
+        return _and([*texts, wider])
+    shorter = _shorter(most, plan, run, fits)
     if shorter:
-        return " and ".join([*made, f"a length of {shorter}"])
+        return _and([*texts, f"a length of {shorter}"])
     return "no length fits: more GPUs that share the parameters (fsdp, megatron_sp), or larger ones"
+
+
+def _and(texts: list[str]) -> str:
+    return " and ".join(texts)
+
+
+def _made(
+    finds: Sequence[Callable[[Plan, ResolvedPlan, Run], Change | None]],
+    plan: ResolvedPlan,
+    run: Run,
+) -> tuple[list[str], Plan] | None:
+    """Several changes in turn; None where one changes nothing."""
+    texts, changed = [], plan.plan
+    for find in finds:
+        change = find(changed, plan, run)
+        if change is None:
+            return None
+        texts.append(change[0])
+        changed = change[1]
+    return texts, changed
 
 
 def _resolved(plan: Plan, model: ModelShape, length: int) -> ResolvedPlan | None:
@@ -76,59 +92,51 @@ def _resolved(plan: Plan, model: ModelShape, length: int) -> ResolvedPlan | None
         return None
 
 
-# --- one change each -------------------------------------------------------------------------
+# --- one change each: None where it changes nothing ------------------------------------------
 
 
-def _outputs(plan: ResolvedPlan, run: Run) -> Change | None:
+def _outputs(changed: Plan, plan: ResolvedPlan, run: Run) -> Change | None:
     if not run.trains or outputs_of(plan) != "full":
         return None
-    return "outputs: {logits: drop}", plan.plan.model_copy(update={"outputs": _DROPPED})
+    return "outputs: {logits: drop}", changed.model_copy(update={"outputs": _DROPPED})
 
 
-def _selective(plan: ResolvedPlan, run: Run) -> Change | None:
-    if not run.trains or plan.plan.memory.checkpoint != "none":
+def _selective(changed: Plan, plan: ResolvedPlan, run: Run) -> Change | None:
+    del plan
+    if not run.trains or changed.memory.checkpoint != "none":
         return None
-    return "memory: {checkpoint: selective}", _with_memory(plan.plan, checkpoint="selective")
+    return "memory: {checkpoint: selective}", _with_memory(changed, checkpoint="selective")
 
 
-def _block(plan: ResolvedPlan, run: Run) -> Change | None:
-    if not run.trains or plan.plan.memory.checkpoint == "block":
+def _block(changed: Plan, plan: ResolvedPlan, run: Run) -> Change | None:
+    if not run.trains or changed.memory.checkpoint != plan.plan.memory.checkpoint:
         return None
-    return "memory: {checkpoint: block}", _with_memory(plan.plan, checkpoint="block")
-
-
-def _chunks(plan: ResolvedPlan, run: Run) -> Change | None:
-    if not run.trains or plan.plan.memory.loss_chunks > 1:
+    if changed.memory.checkpoint == "block":
         return None
-    changed = _with_memory(plan.plan, loss_chunks=8)
-    text = "memory: {loss_chunks: 8} with outputs: {logits: drop}"
-    return text, changed.model_copy(update={"outputs": _DROPPED})
+    return "memory: {checkpoint: block}", _with_memory(changed, checkpoint="block")
 
 
-def _fsdp(plan: ResolvedPlan, run: Run) -> Change | None:
+def _chunks(changed: Plan, plan: ResolvedPlan, run: Run) -> Change | None:
+    dropped = outputs_of(plan) == "drop" or changed.outputs == _DROPPED
+    if not run.trains or not dropped or changed.memory.loss_chunks > 1:
+        return None
+    return "memory: {loss_chunks: 8}", _with_memory(changed, loss_chunks=8)
+
+
+def _fsdp(changed: Plan, plan: ResolvedPlan, run: Run) -> Change | None:
     del run
     others = [a for a, n in plan.axes.items() if n > 1 and a != plan.tensor_axis]
     if plan.fsdp_axes or not others:
         return None
-    strategies = plan.plan.strategies.model_copy(update={"fsdp": FsdpStrategy()})
-    return "strategies: {fsdp: {}}", plan.plan.model_copy(update={"strategies": strategies})
+    strategies = changed.strategies.model_copy(update={"fsdp": FsdpStrategy()})
+    return "strategies: {fsdp: {}}", changed.model_copy(update={"strategies": strategies})
 
 
 def _with_memory(plan: Plan, **update: object) -> Plan:
     return plan.model_copy(update={"memory": plan.memory.model_copy(update=update)})
 
 
-_CHANGES: tuple[Callable[[ResolvedPlan, Run], Change | None], ...] = (
-    _outputs, _selective, _block, _chunks, _fsdp,
-)  # fmt: skip
-_CUMULATIVE = (_fsdp, _chunks, _block)
-
-
-def _single(plan: ResolvedPlan, run: Run) -> Iterator[Change]:
-    for find in _CHANGES:
-        change = find(plan, run)
-        if change is not None:
-            yield change
+_CHANGES = (_outputs, _selective, _block, _chunks, _fsdp)
 
 
 # --- more GPUs, shorter sequences ------------------------------------------------------------
@@ -150,13 +158,15 @@ def _wider(
     return None
 
 
-def _shorter(plan: ResolvedPlan, run: Run, fits: Callable[[Plan, int], bool]) -> int | None:
+def _shorter(
+    plan: Plan, original: ResolvedPlan, run: Run, fits: Callable[[Plan, int], bool]
+) -> int | None:
     """The longest length that fits, to three binary digits."""
-    factor = 2 * plan.sequence_size
+    factor = 2 * original.sequence_size
     low, high = 0, run.seq_len // factor
     while high - low > max(1, high // 8):
         middle = (low + high) // 2
-        if fits(plan.plan, middle * factor):
+        if fits(plan, middle * factor):
             low = middle
         else:
             high = middle

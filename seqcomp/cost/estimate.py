@@ -16,7 +16,7 @@ from seqcomp.cost.memory import HeldRow, memory_rows, peak_bytes
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Event, Timeline
-from seqcomp.cost.workload import BlockSteps, dtype_of, workload_of
+from seqcomp.cost.workload import BlockSteps, dtype_of, padded, workload_of
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.resolve import ResolvedPlan
@@ -108,7 +108,7 @@ def estimate(
     """
     if plan.world_size > cluster.gpus:
         raise PlanError(_too_many(plan, cluster))
-    parts = tuple(_passes(plan, model, cluster, run))
+    parts = tuple(_passes(plan, model, cluster, padded(plan, model, run)))
     exposed: dict[str, float] = {}
     for count, timeline in parts:
         for axis, seconds in timeline.exposed.items():
@@ -120,7 +120,7 @@ def estimate(
     flops = flops_of(plan, model, run)
     most = peak_of(cluster.device, dtype_of(plan, run)[0]) * plan.world_size
     hours = step * plan.world_size / 3600
-    findings = list(plan.findings)
+    findings = [*plan.findings, *_left_out(plan)]
     if peak > cluster.device.memory and advise:
         findings.append(does_not_fit(plan, model, cluster, run, peak))
     return Estimate(
@@ -152,7 +152,7 @@ def _passes(
     group = Group(plan, cluster)
     work = workload_of(plan, model, run)
     contention = cluster.device.kernels.contention
-    layout = plan.layout_for(run.seq_len, model.facts.all_causal)
+    layout = plan.layout_for(run.seq_len, model.all_causal)
     checkpoint = plan.plan.memory.checkpoint
     for block, steps in zip(model.blocks, work.blocks, strict=True):
         layer = Layer(group, block, steps, run, layout, model.hidden)
@@ -186,6 +186,18 @@ def _one_layer(parts: tuple[tuple[int, Timeline], ...], *, trains: bool) -> tupl
         found += [Event(e.stream, e.what, e.start + at, e.end + at) for e in timeline.events]
         at += timeline.now
     return tuple(found)
+
+
+def _left_out(plan: ResolvedPlan) -> Iterator[Diagnostic]:
+    """SC417: what the plan says and the estimate takes no account of."""
+    fsdp = plan.plan.strategies.fsdp
+    offloads = plan.plan.memory.offload != "none" or (fsdp and fsdp.offload != "none")
+    for left, why in (
+        (offloads, "the time of copies to host memory and back"),
+        (plan.plan.overrides, "overrides of modules"),
+    ):
+        if left:
+            yield diagnostic("SC417", where=plan.plan.where(), message=f"not counted: {why}")
 
 
 def _too_many(plan: ResolvedPlan, cluster: Cluster) -> Diagnostic:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from seqcomp.cost.collectives import collective_seconds
@@ -13,7 +13,7 @@ from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block
 from seqcomp.cost.timeline import Timeline
 from seqcomp.cost.workload import BlockSteps, dtype_of
-from seqcomp.hardware.cluster import Cluster, Device
+from seqcomp.hardware.cluster import Cluster, Device, Span
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.strategies.base import AttentionShape, CommStep, Phase
@@ -28,15 +28,22 @@ class Group:
 
     plan: ResolvedPlan
     cluster: Cluster
+    _spans: dict[str, Span] = field(default_factory=dict, compare=False, repr=False)
+
+    def span(self, axis: str) -> Span:
+        """Of an axis, or of several joined with "+"."""
+        if axis not in self._spans:
+            self._spans[axis] = self.cluster.span(self.plan.axes, axis.split("+"))
+        return self._spans[axis]
 
     def seconds(self, step: CommStep) -> float:
         """Of all collectives of a step."""
-        span = self.cluster.span(self.plan.axes, step.axis.split("+"))
+        span = self.span(step.axis)
         return collective_seconds(self.cluster, span, step.kind, step.bytes_sent, step.count)
 
     def link(self, axis: str) -> str:
-        """Name of the slowest link along an axis, or several joined with "+"."""
-        return self.cluster.link_for(self.cluster.span(self.plan.axes, axis.split("+"))).name
+        """Name of the slowest link along an axis."""
+        return self.cluster.link_for(self.span(axis)).name
 
     def send(self, into: Timeline, what: str, steps: list[CommStep]) -> None:
         """One after the other, waited for."""
@@ -141,14 +148,11 @@ class Layer:
             self.group.send(into, "gradients of keys and values", rest)
             return
         merge = self._merge(backward=backward)
-        tiles = [
-            self._tile(p, backward=backward) + (merge if index else 0.0)
-            for index, p in enumerate(pairs)
-        ]
-        hops = [0.0] * len(tiles)
+        known = {p: self._tile(p, backward=backward) for p in set(pairs)}
+        tiles = [known[p] + (merge if index else 0.0) for index, p in enumerate(pairs)]
         keys, *grads = ring
-        for index in range(keys.count):
-            hops[index] += self.group.seconds(keys) / keys.count
+        hop = self.group.seconds(keys) / keys.count
+        hops = [hop if index < keys.count else 0.0 for index in range(len(tiles))]
         last = 0.0
         for step in grads:
             # The travelling sum starts behind the second block and ends one hop behind the last.

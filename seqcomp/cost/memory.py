@@ -9,7 +9,7 @@ from typing import Any
 
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block, ModelShape
-from seqcomp.cost.workload import Widths, outputs_of, sharding, widths_of
+from seqcomp.cost.workload import Widths, outputs_of, padded, sharding, widths_of
 from seqcomp.plan.resolve import ResolvedPlan
 
 
@@ -29,7 +29,7 @@ class HeldRow:
 
 def memory_rows(plan: ResolvedPlan, model: ModelShape, run: Run) -> tuple[HeldRow, ...]:
     """What is there at once when most is; rows add up to the peak."""
-    width = widths_of(plan, run)
+    run, width = padded(plan, model, run), widths_of(plan, run)
     rows = [*_state(plan, model, width, run)]
     if run.trains:
         rows += _activations(plan, model, width, run)
@@ -45,8 +45,8 @@ def peak_bytes(rows: tuple[HeldRow, ...]) -> int:
 
 
 def local_tokens(plan: ResolvedPlan, run: Run) -> int:
-    """Tokens of a rank between attentions, padded ones included."""
-    return run.batch * -(-run.seq_len // plan.sequence_size)
+    """Tokens of a rank between attentions, of a padded run."""
+    return run.batch * run.seq_len // plan.sequence_size
 
 
 def cache_bytes(plan: ResolvedPlan, model: ModelShape, run: Run) -> int:
@@ -63,7 +63,7 @@ def kv_tokens_bytes(
     """Keys and values of one layer between the exchanges of ulysses."""
     shape = block.attention(run.batch, run.seq_len, element, model.hidden)
     own = shape.on_tensor_rank(plan.tensor_size).on_ulysses_rank(plan.ulysses_size)
-    tokens = run.batch * -(-run.seq_len // plan.ring_size)
+    tokens = run.batch * run.seq_len // plan.ring_size
     return tokens * own.kv_heads * own.kv_head * element
 
 

@@ -150,6 +150,11 @@ class ModelShape:
         return blocks + (self.embedding if self.tied else self.head)
 
     @property
+    def all_causal(self) -> bool:
+        """Whether there is attention and all of it is causal."""
+        return bool(self.blocks) and all(block.mask == "causal" for block in self.blocks)
+
+    @property
     def facts(self) -> ModelFacts:
         """For ``resolve`` and ``check_plan``: heads, widths and masks."""
         widths = [b.mlp_width for b in self.blocks if b.mlp_width and not b.experts]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+LONG = 16  # rounds
 Stream = Literal["compute", "communication", "background"]
 
 
@@ -56,18 +58,38 @@ class Timeline:
     def rounds(
         self, what: str, axis: str, link: str, tiles: Sequence[float], hops: Sequence[float]
     ) -> None:
-        """Round i computes ``tiles[i]`` while ``hops[i]`` is under way; a round ends with both."""
-        for index, (tile, hop) in enumerate(zip(tiles, hops, strict=True)):
-            slowed = tile + self.contention * min(tile, hop)
-            if tile:
-                self._add("compute", f"{what} round {index}", self.now, self.now + slowed)
-            if hop:
-                name = f"{what} hop {index}"
-                self._add("communication", name, self.now, self.now + hop)
-            self._wait(axis, max(hop - slowed, 0.0))
-            self.computing += slowed
-            self.now += max(slowed, hop)
-            self.links[link] = self.links.get(link, 0.0) + hop
+        """Round i computes ``tiles[i]`` while ``hops[i]`` is under way; a round ends with both.
+
+        Of a long ring, equal rounds in a row are one event.
+        """
+        each = len(tiles) <= LONG
+        index = 0
+        for (tile, hop), run in itertools.groupby(zip(tiles, hops, strict=True)):
+            left = len(list(run))
+            while left:
+                count = 1 if each else left
+                self._round(what, axis, link, (tile, hop), range(index, index + count))
+                index, left = index + count, left - count
+
+    def _round(
+        self, what: str, axis: str, link: str, times: tuple[float, float], which: range
+    ) -> None:
+        """``which`` equal rounds of one tile and one hop each."""
+        tile, hop = times
+        count = len(which)
+        numbers = f"{which[0]} to {which[-1]}" if count > 1 else f"{which[0]}"
+        slowed = tile + self.contention * min(tile, hop)
+        took = count * max(slowed, hop)
+        if tile:
+            end = self.now + took - max(hop - slowed, 0.0)
+            self._add("compute", f"{what} round {numbers}", self.now, end)
+        if hop:
+            end = self.now + took - max(slowed - hop, 0.0)
+            self._add("communication", f"{what} hop {numbers}", self.now, end)
+        self._wait(axis, count * max(hop - slowed, 0.0))
+        self.computing += count * slowed
+        self.now += took
+        self.links[link] = self.links.get(link, 0.0) + count * hop
 
     def behind(self, what: str, axis: str, link: str, seconds: float) -> None:
         """Communication in the background of the whole timeline: the last thing to be added.

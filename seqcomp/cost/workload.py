@@ -33,6 +33,12 @@ class Widths:
         return max(self.kept, 4)
 
 
+def padded(plan: ResolvedPlan, model: ModelShape, run: Run) -> Run:
+    """The run as ranks see it: with the tokens that fill the sequence up."""
+    layout = plan.layout_for(run.seq_len, model.all_causal)
+    return replace(run, seq_len=layout.padded(run.seq_len))
+
+
 def dtype_of(plan: ResolvedPlan, run: Run) -> tuple[str, int]:
     """In which a plan computes, by name and in bytes."""
     fsdp = plan.plan.strategies.fsdp
@@ -83,6 +89,7 @@ class Workload:
 
 def workload_of(plan: ResolvedPlan, model: ModelShape, run: Run) -> Workload:
     """Of a training step, or of a prefill: then forward alone, and no logits are gathered."""
+    run = padded(plan, model, run)
     blocks = tuple(_block(plan, model, block, run) for block in model.blocks)
     found = Workload(blocks, tuple(_ends(plan, model, run)))
     return found if run.trains else _forward(found)
@@ -108,7 +115,7 @@ def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> Blo
     width = widths_of(plan, run)
     shape = block.attention(run.batch, run.seq_len, width.activation, model.hidden)
     tensor = _tensor(plan, shape)
-    layout = plan.layout_for(run.seq_len, model.facts.all_causal)
+    layout = plan.layout_for(run.seq_len, model.all_causal)
     travel = travel_of(block.rule, layout, run.seq_len) if block.mask == "window" else None
     ring_rank = plan.ring_size - 1  # the last one sends most, if they differ
     attention = attention_steps(plan, shape, travel=travel, ring_rank=ring_rank)

@@ -207,6 +207,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Values enter or leave it in the middle of its call, so it is no single call to run again."),
     ("SC416", "note", "memory.offload changes nothing here",
      "The values are in host memory already."),
+    ("SC417", "note", "an estimate takes no account of a part of the plan",
+     "Its time and bytes are those without it."),
     # --- calls and ranks ------------------------------------------------------------------
     ("SC501", "error", "an argument is missing", "The model's forward requires it."),
     ("SC502", "error", "an unknown argument", "The model's forward does not take it."),

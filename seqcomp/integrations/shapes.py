@@ -92,6 +92,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     )
 
 
+_PLACES = ("layer_idx", "layer_id", "layer_index")
 _LOGITS = 4.0  # bytes that a cross-entropy in fp32 keeps of each logit
 
 
@@ -207,12 +208,13 @@ def _setting(config: Any, names: tuple[str, ...]) -> int:
 
 
 def _signature(block: nn.Module) -> tuple[Any, ...]:
-    """Equal for blocks that compute alike: classes, parameters, settings without their place."""
+    """Equal for blocks that surely compute alike: classes, parameters, and all that is set on them
+    but their place; objects must be the same ones."""
     settings = tuple(
-        (name, key, value)
+        (name, key, value if isinstance(value, str | int | float | bool) else id(value))
         for name, part in block.named_modules()
         for key, value in sorted(vars(part).items())
-        if isinstance(value, str | int | float | bool) and "layer_i" not in key
+        if not key.startswith("_") and key not in _PLACES
     )
     shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
     return (tuple(type(part) for part in block.modules()), shapes, settings)

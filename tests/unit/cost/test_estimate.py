@@ -70,6 +70,10 @@ def test_rounds_end_with_the_slower() -> None:
     line = Timeline()
     line.rounds("x", "ring", "net", [3.0, 1.0, 1.0], [1.0, 2.0, 0.0])
     assert (line.now, line.computing, line.exposed) == (6.0, 5.0, {"ring": 1.0})
+    long = Timeline()
+    long.rounds("x", "ring", "net", [3.0, *[1.0] * 63], [*[2.0] * 63, 0.0])
+    assert (long.now, long.exposed) == (3.0 + 62 * 2.0 + 1.0, {"ring": 62.0})
+    assert [e.what for e in long.events][2:4] == ["x round 1 to 62", "x hop 1 to 62"]
     line = Timeline(contention=0.5)
     line.rounds("x", "ring", "net", [3.0, 1.0], [1.0, 0.0])
     assert (line.now, line.exposed) == (4.5, {})
@@ -192,6 +196,25 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     quiet = estimate(planned(plan, SMALL, s), SMALL, cluster, Run(s), advise=False)
     assert not quiet.fits
     assert quiet.findings == ()
+
+
+def test_what_is_not_counted_is_said() -> None:
+    plan = changed(
+        "ring_4",
+        memory={"checkpoint": "block", "offload": "cpu"},
+        overrides=[{"match": "**", "gather": True}],
+    )
+    found = [item for item in priced(plan).findings if item.code == "SC417"]
+    assert [item.severity for item in found] == ["note", "note"]
+    assert not priced("ring_4").findings
+
+
+def test_padded_tokens_are_computed() -> None:
+    padded = priced(changed("ring_4", padding="pad"), seq_len=4001)
+    whole = priced("ring_4", seq_len=4008)
+    assert padded.step_seconds == whole.step_seconds
+    assert padded.memory == whole.memory
+    assert padded.tokens_per_second < whole.tokens_per_second
 
 
 def test_memory_by_hand() -> None:
