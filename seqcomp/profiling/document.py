@@ -3,55 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from seqcomp.hardware.schema import ClusterFile
+from seqcomp.profiling.measured import MeasuredKernels, MeasuredRate, Rates
 
 SOURCE = "seqcomp bench"
 _IDLE_GB_S = 1.0
 
-Rates = Sequence[tuple[int, float]]
-
-
-class Kernels(Protocol):
-    """See `seqcomp.profiling.kernels.MeasuredKernels`."""
-
-    @property
-    def dense(self) -> Mapping[str, Rates]: ...
-    @property
-    def attention_forward(self) -> Rates: ...
-    @property
-    def attention_backward(self) -> Rates: ...
-    @property
-    def copy(self) -> float: ...
-    @property
-    def stream(self) -> float: ...
-    @property
-    def launch(self) -> float: ...
-    @property
-    def contention(self) -> float: ...
-    @property
-    def memory(self) -> int: ...
-
-
-class Rate(Protocol):
-    """See `seqcomp.profiling.links.MeasuredRate`."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def latency(self) -> float: ...
-    @property
-    def bandwidth(self) -> float: ...
-
 
 def cluster_document(
-    kernels: Kernels,
-    inside: Sequence[Rate],
-    across: Sequence[Rate],
+    kernels: MeasuredKernels,
+    inside: Sequence[MeasuredRate],
+    across: Sequence[MeasuredRate],
     *,
     name: str,
     device: str,
@@ -105,8 +70,8 @@ def cluster_document(
     return document
 
 
-def _link(name: str, rates: Sequence[Rate]) -> dict[str, Any]:
-    by_kind: dict[str, list[Rate]] = defaultdict(list)
+def _link(name: str, rates: Sequence[MeasuredRate]) -> dict[str, Any]:
+    by_kind: dict[str, list[MeasuredRate]] = defaultdict(list)
     for rate in rates:
         by_kind[rate.kind].append(rate)
     messages = by_kind.get("p2p", [])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from seqcomp.profiling.measured import MeasuredKernels
 from seqcomp.profiling.sizes import Sizes
 from seqcomp.profiling.timing import seconds_of
 from seqcomp.runtime.attention.kernels import choose, kernel
@@ -22,25 +22,6 @@ DTYPES = {
 }
 BACKWARD = 2.5
 """FLOPs of attention's backward over those of its forward."""
-
-Rates = tuple[tuple[int, float], ...]
-"""(rows, FLOP/s)"""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredKernels:
-    """Of one rank. ``dense``: FLOP/s by dtype and rows, forward with backward. Attention in the
-    first dtype by queries of a causal tile. Bytes/s of a copy and of a sum; seconds of the smallest
-    operation. ``contention``: by which part of a transfer's time work beside it gets slower."""
-
-    dense: dict[str, Rates]
-    attention_forward: Rates
-    attention_backward: Rates
-    copy: float
-    stream: float
-    launch: float
-    contention: float
-    memory: int
 
 
 def measure_kernels(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import get_args
 
 import torch
 
 from seqcomp.profiling.line import latency_and_bandwidth
+from seqcomp.profiling.measured import MeasuredRate
 from seqcomp.profiling.sizes import Sizes
 from seqcomp.profiling.timing import seconds_of
 from seqcomp.runtime.comm import Communicator
@@ -16,17 +16,6 @@ from seqcomp.runtime.dist import process_context
 from seqcomp.strategies.base import Kind
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredRate:
-    """Of one kind among ``ranks``; ``points`` are (bytes sent by a rank, seconds)."""
-
-    kind: Kind
-    ranks: int
-    latency: float
-    bandwidth: float
-    points: tuple[tuple[int, float], ...]
 
 
 def group_sizes(most: int) -> list[int]:

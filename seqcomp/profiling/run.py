@@ -22,7 +22,8 @@ from torch.multiprocessing.spawn import (
 
 from seqcomp.profiling.document import cluster_document
 from seqcomp.profiling.kernels import measure_kernels
-from seqcomp.profiling.links import MeasuredRate, group_sizes, measure_groups
+from seqcomp.profiling.links import group_sizes, measure_groups
+from seqcomp.profiling.measured import MeasuredRate
 from seqcomp.profiling.sizes import CPU, GPU, Sizes
 from seqcomp.runtime.dist import process_context
 
