@@ -29,9 +29,9 @@ SMALL = ModelShape.decoder(
 """8 heads of 64 at 8192 tokens, not causal, in fp32: 1.37e11 FLOP of attention."""
 
 
-def prefill(cluster: Cluster, ring: int) -> Estimate:
+def prefill(cluster: Cluster, ring: int, speed: float = PREFILL_SPEED) -> Estimate:
     """A million tokens over 8-way Megatron-SP in each of ``ring`` nodes of A100."""
-    cluster = slower(cluster, PREFILL_SPEED)
+    cluster = slower(cluster, speed)
     mesh = {"ring": ring, "tensor": 8} if ring > 1 else {"tensor": 8}
     length = MILLION if ring == 1 else MILLION // (16 * ring) * 16 * ring
     return estimate(plan_of(mesh), LLAMA_8B, cluster, Run(length, mode="prefill"), advise=False)

@@ -5,6 +5,7 @@ The constants stand in the cluster files with their sources; `benchmarks/calibra
 
 from __future__ import annotations
 
+import math
 import sys
 from itertools import pairwise
 
@@ -22,7 +23,14 @@ from benchmarks.published.attention import (
 )
 from benchmarks.published.machines import Machine, machines
 from benchmarks.published.rows import typical
-from benchmarks.published.serving import MILLION, PREFILL, cache_gb, prefill, tensor_parallel
+from benchmarks.published.serving import (
+    MILLION,
+    PREFILL,
+    PREFILL_SPEED,
+    cache_gb,
+    prefill,
+    tensor_parallel,
+)
 from seqcomp.hardware.load import load_cluster
 
 MACHINES = {machine.name: machine for machine in machines()}
@@ -128,6 +136,16 @@ def test_an_unbalanced_ring_of_eight_reaches_8_15ths(machine: str, mode: str) ->
     """A law without constants: 53.3 %, measured 51.4 to 53.9."""
     ideal, contiguous, *_ = RFA[machine][mode]
     assert contiguous / ideal == pytest.approx(8 / 15, abs=0.02)
+
+
+def test_the_one_constant_of_the_long_prefill_is_fitted_too() -> None:
+    cluster = load_cluster("a100")
+
+    def loss(speed: float) -> float:
+        times = {ring: prefill(cluster, ring, speed).step_seconds for ring in PREFILL}
+        return sum(math.log(times[ring] / PREFILL[ring][0]) ** 2 for ring in PREFILL)
+
+    assert loss(PREFILL_SPEED) < min(loss(0.97 * PREFILL_SPEED), loss(1.03 * PREFILL_SPEED))
 
 
 def test_a_million_tokens_keep_their_keys_and_values_exactly() -> None:
