@@ -110,8 +110,8 @@ def _activations(
     kept = sum(
         block.count * kept_of(plan, model, block, width, run, checkpoint) for block in model.blocks
     )
-    note = {"none": "", "selective": "checkpoint: selective", "block": "checkpoint: block"}
-    yield HeldRow("saved activations", round(kept), note[checkpoint], host)
+    how = "" if checkpoint == "none" else f"checkpoint: {checkpoint}"
+    yield HeldRow("saved activations", round(kept), how, host)
     chunks, e = memory.loss_chunks, width.activation
     logits = 0.0 if chunks > 1 else model.logits_saved * model.vocab
     ends = model.ends.of(e) + logits
@@ -135,7 +135,8 @@ def _activations(
         what = "a block that runs again, and its work space" if again else "work space of a block"
         yield HeldRow("working block", round(working), what)
     else:
-        yield HeldRow("gradients of logits", round(loss), f"of 1/{chunks} of the tokens")
+        note = f"of 1/{chunks} of the tokens" if chunks > 1 else ""
+        yield HeldRow("gradients of logits", round(loss), note)
 
 
 def kept_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from seqcomp.cost.named import load_shape
@@ -69,7 +69,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
                 legal="a decoder or an encoder; for others use ModelShape directly",
             )
         )
-    groups: dict[_Kind, list[str]] = {}
+    groups: dict[Block, list[str]] = {}
     config = getattr(module, "config", None)
     sizes = _Sizes.of(module, paths, facts)
     for path in paths:
@@ -78,7 +78,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     blocks, ends = [], Bytes(0, 0)
     for kind, members in groups.items():
         saved, ends = _saved(module, members[0], sizes.hidden)
-        blocks.append(kind.block(len(members), saved))
+        blocks.append(replace(kind, count=len(members), saved=saved))
     return ModelShape(
         name=name,
         hidden=sizes.hidden,
@@ -93,6 +93,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
 
 
 _PLACES = ("layer_idx", "layer_id", "layer_index")
+_NOTHING = Saved(Bytes(0, 0), Bytes(0, 0), Bytes(0, 0))
 _LOGITS = 4.0  # bytes that a cross-entropy in fp32 keeps of each logit
 
 
@@ -130,41 +131,8 @@ class _Sizes:
         )
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What tells blocks of one kind from others."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    mask: MaskKind
-    window: int
-    width: int
-    gated: bool
-    experts: int
-    active: int
-    parameters: Parameters
-
-    def block(self, count: int, saved: Saved) -> Block:
-        return Block(
-            count=count,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            value_dim=self.value_dim,
-            mask=self.mask,
-            window=self.window,
-            mlp_width=self.width,
-            gated=self.gated,
-            experts=self.experts,
-            active=self.active,
-            parameters=self.parameters,
-            saved=saved,
-        )
-
-
-def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> _Kind:
+def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Block:
+    """A block without its number and what it saves: equal for blocks of one kind."""
     named = dict(block.named_parameters())
     of_experts = {n: p for n, p in named.items() if "experts" in n.split(".") and p.dim() > 1}
     matrices = sum(p.numel() for n, p in named.items() if p.dim() > 1 and n not in of_experts)
@@ -182,14 +150,16 @@ def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> _K
         width = _setting(config, ("intermediate_size", "n_inner", "ffn_dim"))
         width = width or max((max(p.shape) for p in named.values() if p.dim() == 2), default=0)
     mask, window = _mask(info)
-    return _Kind(
+    return Block(
+        count=0,
+        saved=_NOTHING,
         heads=info.heads,
         kv_heads=info.kv_heads,
         head_dim=info.head_dim,
         value_dim=info.value_dim,
         mask=mask,
         window=window,
-        width=width,
+        mlp_width=width,
         gated=bool(width) and own > 2.5 * hidden * width,
         experts=experts if of_experts else 0,
         active=active if of_experts else 0,
