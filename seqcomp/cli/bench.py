@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-MEASURED, FAILED = 0, 1
+MEASURED, FAILED, WRONG_USAGE = 0, 1, 2
 
 
 class Dtype(StrEnum):
@@ -55,8 +55,12 @@ def bench(
 ) -> None:
     """Measure collectives and kernels: gloo between processes, NCCL between GPUs.
 
-    Takes one or two minutes on an idle machine. Exit 0 measured, 1 failed.
+    Takes one or two minutes on an idle machine. Exit 0 measured, 1 failed, 2 wrong
+    usage.
     """
+    if save is not None and not os.access(save.parent, os.W_OK):
+        typer.echo(f"{save}: its folder is not there, or cannot be written to", err=True)
+        raise typer.Exit(WRONG_USAGE)
     import torch
 
     from seqcomp.profiling import run

@@ -54,3 +54,10 @@ def test_bench_writes_a_cluster_that_estimate_takes(tmp_path: Path) -> None:
     found = estimate(plan, model, cluster, Run(256, dtype="fp32"))
     assert 0 < found.step_seconds < 60
     assert found.fits
+
+
+def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "here.yaml"
+    result = CliRunner().invoke(build_app(), ["bench", "--save", str(path)])
+    assert result.exit_code == 2
+    assert str(path) in result.stderr
