@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-MEASURED, FAILED, WRONG_USAGE = 0, 1, 2
+FAILED, WRONG_USAGE = 1, 2
 
 
 class Dtype(StrEnum):
