@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--plans", nargs="*", default=[], help="of as many ranks as --ranks")
     parser.add_argument("--profile", nargs="*", default=[], metavar="RANKS=FILE")
     args = parser.parse_args()
     files = dict(item.split("=", 1) for item in args.profile)
@@ -115,10 +116,11 @@ def main() -> None:
     for ranks in args.ranks:
         known = files.get(str(ranks))
         cluster = load_cluster(known) if known else profile(ranks, console)
-        for name in PLANS[ranks]:
+        for name in args.plans or PLANS[ranks]:
             with console.status(f"{name}: {args.steps} steps"):
                 found, seconds = predicted(name, args, cluster), measured(name, args)
             errors.append(found.step_seconds / seconds - 1)
+            console.print(f"{name}: {found.step_seconds:.3f} s predicted, {seconds:.3f} s measured")
             table.add_row(
                 str(ranks),
                 name,
