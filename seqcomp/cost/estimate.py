@@ -16,7 +16,7 @@ from seqcomp.cost.memory import HeldRow, memory_rows, peak_bytes
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Event, Timeline
-from seqcomp.cost.workload import BlockSteps, dtype_of, padded, workload_of
+from seqcomp.cost.workload import BlockSteps, Workload, dtype_of, padded, workload_of
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.resolve import ResolvedPlan
@@ -95,12 +95,13 @@ def estimate(
     *,
     gpu_hour_price: float | None = None,
     advise: bool = True,
+    work: Workload | None = None,
 ) -> Estimate:
     """What one step of ``run`` costs under a plan: no processes, no torch, under a millisecond.
 
     Equal blocks are computed once. The plan is taken to be legal for the model (``resolve`` with
     ``model.facts`` and the length). advise: where memory is not enough, look for the nearest change
-    that makes it enough.
+    that makes it enough. work: what is sent, where that is not all of `workload_of`.
 
     Raises:
         PlanError: SC120 where the cluster has fewer GPUs than the plan has ranks, SC029 where its
@@ -108,7 +109,8 @@ def estimate(
     """
     if plan.world_size > cluster.gpus:
         raise PlanError(_too_many(plan, cluster))
-    parts = tuple(_passes(plan, model, cluster, padded(plan, model, run)))
+    work = work or workload_of(plan, model, run)
+    parts = tuple(_passes(plan, model, cluster, padded(plan, model, run), work))
     exposed: dict[str, float] = {}
     for count, timeline in parts:
         for axis, seconds in timeline.exposed.items():
@@ -146,11 +148,10 @@ def estimate(
 
 
 def _passes(
-    plan: ResolvedPlan, model: ModelShape, cluster: Cluster, run: Run
+    plan: ResolvedPlan, model: ModelShape, cluster: Cluster, run: Run, work: Workload
 ) -> Iterator[tuple[int, Timeline]]:
     """How often each timeline runs in a step: of each group forward and backward, and the ends."""
     group = Group(plan, cluster)
-    work = workload_of(plan, model, run)
     contention = cluster.device.kernels.contention
     layout = plan.layout_for(run.seq_len, model.all_causal)
     checkpoint = plan.plan.memory.checkpoint

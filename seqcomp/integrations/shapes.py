@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _KINDS = ("hf", "titan", "python")
 _RANKS, _TOKENS = 2, 64  # of a rank, in the calls whose saved bytes are counted
-_WIDTHS = {"bf16": 2, "fp32": 4}
 
 
 def read_shape(model: str) -> ModelShape:
@@ -36,8 +35,9 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     """The shape of a module or of the one that a spec names, from captures on fake tensors.
 
     Parameters are counted, heads and masks are those of a capture of the whole, and what autograd
-    keeps is counted on the lowered graph of one block of each kind, in bf16 and in fp32. Masks that
-    depend on data count as full. The module stays as it is.
+    keeps is counted on the lowered graph of one block of each kind, in bf16 and in fp32 (of experts
+    that run untraced by formula). Masks that depend on data count as full. The module stays as it
+    is.
 
     Raises:
         PlanError: SC020, SC021 for specs, SC301, SC309 where it cannot be captured, SC022 where it
@@ -77,7 +77,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         groups.setdefault(kind, []).append(path)
     blocks, ends = [], Bytes(0, 0)
     for kind, members in groups.items():
-        saved, ends = _saved(module, members[0], sizes.hidden)
+        saved, ends = _saved(module, members[0], kind, sizes.hidden)
         blocks.append(replace(kind, count=len(members), saved=saved))
     return ModelShape(
         name=name,
@@ -193,18 +193,26 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
 # --- what autograd keeps ---------------------------------------------------------------------
 
 
-def _saved(module: nn.Module, path: str, hidden: int) -> tuple[Saved, Bytes]:
+def _saved(module: nn.Module, path: str, kind: Block, hidden: int) -> tuple[Saved, Bytes]:
     """Of one block, which keeps its input where all of it runs again, and of all outside."""
-    block: dict[str, list[float]] = {"none": [], "selective": []}
-    outside: list[float] = []
     with _alone(module, path):
-        for dtype in _WIDTHS:
-            kept = _counted(module, dtype)
-            for name, found in block.items():
-                found.append(kept[name])
-            outside.append(kept["outside"])
-    none, selective = (_affine(found) for found in block.values())
-    return Saved(none, selective, Bytes(0, hidden)), _affine(outside)
+        wide = _counted(module, "fp32")
+        try:
+            narrow = _counted(module, "bf16")
+        except PlanError:
+            # Experts of transformers cannot be imitated in bf16 everywhere; halves are near.
+            narrow = {name: value / 2 for name, value in wide.items()}
+
+    def affine(name: str) -> Bytes:
+        elements = (wide[name] - narrow[name]) / 2
+        return Bytes(2 * narrow[name] - wide[name], elements)
+
+    none = affine("none")
+    if wide["untraced"]:
+        # Of each expert that a token visits: its input and output, gate, activation, up, product.
+        routed = kind.active * (2 * hidden + 4 * kind.mlp_width)
+        none = Bytes(none.fixed, none.elements + routed)
+    return Saved(none, affine("selective"), Bytes(0, hidden)), affine("outside")
 
 
 def _counted(module: nn.Module, dtype: str) -> Mapping[str, float]:
@@ -226,13 +234,8 @@ def _counted(module: nn.Module, dtype: str) -> Mapping[str, float]:
         "none": row.bytes_without / _TOKENS,
         "selective": row.bytes_kept / _TOKENS,
         "outside": (total - row.bytes_kept) / _TOKENS,
+        "untraced": float(row.at_least),
     }
-
-
-def _affine(values: list[float]) -> Bytes:
-    narrow, wide = _WIDTHS.values()
-    elements = (values[1] - values[0]) / (wide - narrow)
-    return Bytes(values[0] - narrow * elements, elements)
 
 
 @contextmanager

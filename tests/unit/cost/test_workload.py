@@ -35,8 +35,7 @@ PLANS: list[tuple[Any, str]] = [
     ("data_2+usp_2x2", "bf16"),
     ("usp_2x2+megatron_sp_2", "fp32"),
     ("megatron_sp_8", "fp32"),
-    (with_memory("ring_2_allgather", checkpoint="block"), "bf16"),
-    (with_memory("ring_2+megatron_sp_2", checkpoint="block"), "fp32"),
+    (with_memory("ring_2_allgather+megatron_sp_2", checkpoint="block"), "fp32"),
     (with_memory("data_2+ulysses_2+megatron_sp_2+fsdp", checkpoint="selective"), "fp32"),
 ]
 
