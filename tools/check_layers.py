@@ -22,7 +22,7 @@ PACKAGE = "seqcomp"
 TORCH_FREE = ("diagnostics", "layout", "plan", "strategies", "hardware", "cost", "search")
 BELOW_THE_LINE = ("runtime", "capture", "placement", "lowering")
 # Leaves: only the package's `__init__`, and leaves listed after them, import these.
-LEAVES = ("report", "api", "verify", "integrations", "cli", "__main__", "training")
+LEAVES = ("report", "api", "verify", "integrations", "profiling", "cli", "__main__", "training")
 LAYERS = (*TORCH_FREE, *BELOW_THE_LINE, *LEAVES)
 RUNTIME_MAY_USE = ("diagnostics", "layout", "runtime")
 HEAVY = ("torch", "transformers", "torchtitan")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from seqcomp.cli.bench import bench
 from seqcomp.cli.estimate import estimate
 from seqcomp.cli.explain import explain
 from seqcomp.cli.graph import graph
@@ -27,6 +28,7 @@ def build_app() -> typer.Typer:
     app.command()(validate)
     app.command()(verify)
     app.command()(explain)
+    app.command()(bench)
     app.command()(estimate)
     app.command()(graph)
     app.command()(search)

@@ -85,7 +85,6 @@ class Layer:
     def backward(self, into: Timeline) -> None:
         """Gradients, last piece first: twice the products, 2.5 x the attention."""
         gathers, scatters = self._tensor(self.steps.tensor, "backward")
-        exchanges, ring = self._attention(self.steps.attention, "backward")
         each = len(gathers) // 2  # the gradient, and the input unless a second run has gathered it
         send = self.group.send
         send(into, "gradients", gathers[:each])
@@ -94,12 +93,15 @@ class Layer:
         into.compute("norm backward", 2 * self.norm)
         send(into, "gradients", gathers[each:])
         into.compute("output backward", 2 * self.out)
-        send(into, "gradients of heads", exchanges[:1])
-        self._attend(into, ring, backward=True)
-        send(into, "gradients of heads", exchanges[1:])
+        self.attention(into, "backward")
         into.compute("q, k, v backward", 2 * self.qkv)
         send(into, "gradients", scatters[1:])
         into.compute("norm backward", 2 * self.norm)
+
+    def attention(self, into: Timeline, phase: Phase) -> None:
+        """Attention alone, its exchanges included, from q, k and v to its output or back."""
+        exchanges, ring = self._attention(self.steps.attention, phase)
+        self._attend(into, exchanges, ring, backward=phase == "backward")
 
     def _forward(
         self,
@@ -111,15 +113,13 @@ class Layer:
         attends: bool = True,
     ) -> None:
         gathers, scatters = self._tensor(tensor, phase)
-        exchanges, ring = self._attention(attention, phase)
         send = self.group.send
         into.compute("norm", self.norm)
         send(into, "the sequence", gathers[:1])
         into.compute("q, k, v", self.qkv)
         if attends:
-            send(into, "heads", exchanges[:1])
-            self._attend(into, ring, backward=False)
-            send(into, "heads", exchanges[1:])
+            exchanges, ring = self._attention(attention, phase)
+            self._attend(into, exchanges, ring, backward=False)
         into.compute("output", self.out)
         send(into, "sums", scatters[:1])
         into.compute("norm", self.norm)
@@ -129,7 +129,15 @@ class Layer:
 
     # --- attention ---------------------------------------------------------------------------
 
-    def _attend(self, into: Timeline, ring: list[CommStep], *, backward: bool) -> None:
+    def _attend(
+        self, into: Timeline, exchanges: list[CommStep], ring: list[CommStep], *, backward: bool
+    ) -> None:
+        what = "gradients of heads" if backward else "heads"
+        self.group.send(into, what, exchanges[:1])
+        self._rounds(into, ring, backward=backward)
+        self.group.send(into, what, exchanges[1:])
+
+    def _rounds(self, into: Timeline, ring: list[CommStep], *, backward: bool) -> None:
         pairs = round_pairs(self.block, self.layout, self.run.seq_len)
         if not ring or ring[0].kind == "all_gather":
             gathers = [s for s in ring if s.kind == "all_gather"]

@@ -1,0 +1,1 @@
+"""Measurements that others published, each with what the cost model predicts for it."""
