@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import sympy
 import torch
 from torch import Tensor, nn
@@ -208,10 +209,17 @@ def _stand_in(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _real(parameter: Tensor, device: torch.device) -> Tensor:
-    """The parameter, or one number in its shape where it holds none."""
-    if not parameter.is_meta:
+    """The parameter, or zeros in its shape where it holds no values.
+
+    Kernels insist on strides. On a CPU the zeros are pages that are never written, so that not even
+    the experts of a large mixture take memory.
+    """
+    if not parameter.is_meta and (0 not in parameter.stride() or not parameter.dim()):
         return parameter.detach()
-    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+    if device.type != "cpu":
+        return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+    pages = np.zeros(parameter.numel() * parameter.element_size(), dtype=np.uint8)
+    return torch.from_numpy(pages).view(parameter.dtype).view(parameter.shape)
 
 
 def _described(inputs: Sequence[Tensor]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from fractions import Fraction
 from typing import Any
 
@@ -190,6 +191,20 @@ def test_dtype_is_that_of_weights_and_activations() -> None:
     assert [row.dtype for row in narrow.kernels] == ["bfloat16"]
     own = [sum(r.bytes_sent for r in x.comm if r.kind == "all_to_all") for x in (narrow, wide)]
     assert own[1] == 4 * own[0] > 0
+
+
+def test_experts_run_by_a_kernel_that_insists_on_strides() -> None:
+    """Their weights have no values, and 1.5 GiB that nobody may allocate."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = seqcomp.explain(
+        "hf:MixtralForCausalLM?num_hidden_layers=1&hidden_size=4096&intermediate_size=16384&"
+        "num_attention_heads=4&num_key_value_heads=2&vocab_size=128&num_local_experts=4",
+        "ring_2", seq_len=16, dtype="bf16",
+    )  # fmt: skip
+    assert "SC409" in [finding.code for finding in report.findings]
+    assert held(report)["parameters"] > 4 * 3 * 4096 * 16384 * 2
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown * 1024 < held(report)["parameters"] / 2
 
 
 def test_without_gradients_there_is_no_backward() -> None:
