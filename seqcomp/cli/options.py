@@ -14,8 +14,9 @@ PlanArgument = Annotated[
 ModelOption = Annotated[
     str,
     typer.Option(
-        help="hf:<Architecture>[?key=value&...], hf:path/config.json, titan:<model>/<flavor> "
-        "or python:<module>:<factory>. No weights are made."
+        help="A known model (llama3-8b, llama3-70b, llama3-405b), or "
+        "hf:<Architecture>[?key=value&...], hf:path/config.json, titan:<model>/<flavor> or "
+        "python:<module>:<factory>. No weights are made."
     ),
 ]
 LengthOption = Annotated[int, typer.Option(min=1, help="Full sequence length in tokens.")]

@@ -111,10 +111,12 @@ def computes_loss(model: str) -> bool:
 def _write(path: Path, found: Found) -> None:
     run, best = found.pricer.run, found.best.price
     found_for = f"{found.pricer.model.name} on {found.gpus} GPUs of {found.pricer.cluster.name}"
+    drops = "drop" in found.plan.outputs.values()
     lines = (
         f"# Found by seqcomp search for {found_for},",
         f"# {run.mode}, length {run.seq_len}, batch {run.batch} in all, {run.dtype}.",
         f"# Estimated: {best.step_seconds:.3g} s a step, {best.peak_bytes / 2**30:.1f} GiB a GPU.",
+        *(("# Logits are dropped: train on the loss that the model gives.",) if drops else ()),
     )
     try:
         path.write_text("\n".join((*lines, dump_plan(found.plan))), encoding="utf-8")

@@ -19,6 +19,12 @@ def known_models() -> tuple[str, ...]:
     return tuple(_read())
 
 
+def module_spec(name: str) -> str | None:
+    """The spec of the code of a published model, such as ``hf:LlamaForCausalLM?...``, where there
+    is one."""
+    return _read().get(name, {}).get("module")
+
+
 def load_shape(name: str) -> ModelShape:
     """The shape of a published model.
 
@@ -38,7 +44,7 @@ def load_shape(name: str) -> ModelShape:
                 help=f"did you mean {close}?" if close else None,
             )
         )
-    sizes = {key: value for key, value in known[name].items() if key != "source"}
+    sizes = {key: value for key, value in known[name].items() if key not in ("source", "module")}
     return ModelShape.decoder(name=name, **sizes)
 
 

@@ -1,5 +1,5 @@
 """Model specs: ``hf:LlamaForCausalLM?num_hidden_layers=2``, ``hf:dir/config.json``,
-``titan:llama3/8B``, ``python:package.module:factory``.
+``titan:llama3/8B``, ``python:package.module:factory``, and names of known models (``llama3-8b``).
 
 Models are built on the meta device unless another one is asked for, and without the network.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 
+from seqcomp.cost.named import known_models, module_spec
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.integrations.torchtitan import build_titan
 from seqcomp.plan.nearest import nearest
@@ -44,11 +45,13 @@ class ModelSpec:
 
 
 def parse_spec(text: str) -> ModelSpec:
-    """Parse a model spec; imports nothing.
+    """Parse a model spec, or the name of a known model; imports no model library.
 
     Raises:
         PlanError: SC020.
     """
+    if text in known_models():
+        return _known(text)
     kind, _, target = text.partition(":")
     if kind not in ("hf", "titan", "python") or not target:
         raise _bad(text, f"unknown kind of model {kind!r}" if kind else "no kind of model")
@@ -91,8 +94,25 @@ def build_model(text: str, device: str = "meta") -> nn.Module:
         raise PlanError(diagnostic("SC021", where=text, found=reason)) from error
 
 
+def _known(name: str) -> ModelSpec:
+    spec = module_spec(name)
+    if spec is None:
+        raise _bad(name, f"of {name} the shape alone is known: it can be priced, not compiled")
+    return parse_spec(spec)
+
+
 def _bad(text: str, message: str) -> PlanError:
-    return PlanError(diagnostic("SC020", where=text, message=message, found=text, legal=FORMS))
+    close = None if ":" in text else nearest(text, known_models())
+    return PlanError(
+        diagnostic(
+            "SC020",
+            where=text,
+            message=message,
+            found=text,
+            legal=FORMS,
+            help=f"did you mean {close}?" if close and close != text else None,
+        )
+    )
 
 
 def _value(text: str) -> Any:

@@ -247,7 +247,7 @@ def _check_names(resolved: ResolvedPlan, outputs: tuple[str, ...], found: list[D
             where=f"outputs.{name}",
             found=name,
             legal=tuple(sorted(known)),
-            help="name an output of this call",
+            help="name an output of this call, or leave the entry out: outputs are whole then",
         )
         for name in resolved.plan.outputs
         if name not in known

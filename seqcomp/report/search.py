@@ -27,8 +27,9 @@ def _parts(found: Found) -> Iterator[Table | str]:
         f"{found.pricer.model.name} on {found.gpus} GPUs of {found.pricer.cluster.name}; "
         f"{run.mode}, batch {run.batch} in all, length {run.seq_len}, {run.dtype}"
     )
+    sets = "one set" if counts.degrees == 1 else f"{counts.degrees} sets"
     yield (
-        f"{found.space} compositions of {counts.degrees} sets of degrees ({counts.unfit} of them "
+        f"{found.space} compositions of {sets} of degrees ({counts.unfit} of them "
         f"too large for memory); {counts.priced} estimated, the others cannot be faster"
     )
     yield _ranking(found)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from seqcomp.cost.named import load_shape
 from seqcomp.diagnostics import PlanError
 from seqcomp.integrations.models import build_model, parse_spec
 
@@ -37,6 +38,21 @@ def test_malformed_specs(spec: str) -> None:
     code, text = refusal(spec)
     assert code == "SC020"
     assert "hf:<Architecture>" in text
+
+
+def test_a_known_model_is_the_spec_of_its_code() -> None:
+    spec = parse_spec("llama3-70b")
+    assert spec.target == "LlamaForCausalLM"
+    shape = load_shape("llama3-70b")
+    assert spec.options["hidden_size"] == shape.hidden
+    assert spec.options["num_hidden_layers"] == shape.blocks[0].count
+    assert spec.options["num_key_value_heads"] == shape.blocks[0].kv_heads
+    assert spec.options["vocab_size"] == shape.vocab
+
+
+def test_names_without_code_or_with_a_slip() -> None:
+    assert "priced, not compiled" in refusal("gpt-22b")[1]
+    assert "did you mean llama3-8b" in refusal("llama3-9b")[1]
 
 
 def test_architecture_on_meta() -> None:
