@@ -1,4 +1,4 @@
-"""What the README prints can be done as printed."""
+"""What the README and the pages of docs/ print can be done as printed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from seqcomp.strategies.compose import layer_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")}
+PAGES = "\n".join((README, *DOCS.values()))
 
 
 def blocks(language: str) -> list[str]:
@@ -40,9 +42,10 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 SHOWN = re.findall(
     r"^```sh\n\.venv/bin/seqcomp (.*)\n```\n(?:.*\n){1,4}?```text\n((?:.*\n)*?)```$",
-    README,
+    PAGES,
     re.MULTILINE,
 )
+PLANNING = next(text for text in blocks("sh") if "seqcomp search" in text).splitlines()
 
 
 @pytest.mark.parametrize(("command", "printed"), SHOWN)
@@ -60,8 +63,31 @@ def without_errors(text: str) -> str:
     return re.sub(r"\d\.\d\de[-+]\d\d.*", "#", text)
 
 
+def test_a_run_is_planned_as_the_readme_says(tmp_path: Path) -> None:
+    for line in PLANNING:
+        done = run(tmp_path, "-m", "seqcomp", *shlex.split(line.removeprefix(".venv/bin/seqcomp ")))
+        assert done.returncode == 0, (line, done.stderr)
+    assert seqcomp.load_plan(tmp_path / "best.yaml").outputs == {"logits": "drop"}
+    assert "<html" in (tmp_path / "best.html").read_text(encoding="utf-8")
+
+
 def test_all_uses_of_the_command_line_are_tested() -> None:
-    assert len(SHOWN) == README.count(".venv/bin/seqcomp ") >= 2
+    assert len(SHOWN) + len(PLANNING) == PAGES.count(".venv/bin/seqcomp ") >= 6
+
+
+def test_commands_in_the_text_exist() -> None:
+    for command in re.findall(r"\bseqcomp (\w+) ", PAGES):
+        assert (ROOT / "seqcomp" / "cli" / f"{command}.py").is_file(), command
+
+
+def test_links_lead_somewhere() -> None:
+    titles = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    for folder, page in ((ROOT, README), *((ROOT / "docs", text) for text in DOCS.values())):
+        for link in re.findall(r"\]\(([^)]+)\)", page):
+            path, _, anchor = link.partition("#")
+            assert (folder / path).exists() if path else anchor in anchors, link
+    assert all(f"docs/{name}" in README for name in DOCS)
 
 
 @pytest.mark.distributed
@@ -112,7 +138,7 @@ def test_the_options_of_the_example_are_those_it_has(tmp_path: Path) -> None:
 
 
 def test_every_code_exists() -> None:
-    assert set(re.findall(r"\bSC\d{3}\b", README)) <= set(CODES)
+    assert set(re.findall(r"\bSC\d{3}\b", PAGES)) <= set(CODES)
 
 
 def test_the_formula_gives_the_bytes_of_the_demo() -> None:
@@ -155,7 +181,7 @@ def test_ci_runs_what_the_readme_prints() -> None:
 
 
 def test_python_in_the_readme_uses_public_names() -> None:
-    used = set(re.findall(r"seqcomp\.(\w+)\(", README))
+    used = set(re.findall(r"seqcomp\.(\w+)\(", PAGES))
     assert used
     assert used <= set(seqcomp.__all__)
 

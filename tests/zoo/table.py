@@ -1,6 +1,6 @@
-"""The support table as data (expected.json), and the README's table made from it.
+"""The support table as data (expected.json), and the table of docs/support.md made from it.
 
-python -m tests.zoo.table                   the README's table from the data
+python -m tests.zoo.table                   the page's table from the data
 python -m tests.zoo.table --run [PATTERN]   decides the cells of matching rows anew, first
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.zoo.cells import EXACT, GATHERED, PLANS, ZOO, decide_all
 
 DATA = Path(__file__).with_name("expected.json")
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
 BEGIN, END = "<!-- support table: python -m tests.zoo.table -->", "<!-- end of support table -->"
 Table = Mapping[str, Mapping[str, str]]
 
@@ -57,8 +57,8 @@ def _shown(outcome: str) -> str:
     return {EXACT: "exact", GATHERED: "exact*"}.get(outcome, outcome)
 
 
-def in_readme(text: str) -> str:
-    """The table between its markers in the README's text."""
+def in_page(text: str) -> str:
+    """The table between its markers in the page's text."""
     return text.partition(BEGIN)[2].partition(END)[0].strip()
 
 
@@ -81,10 +81,10 @@ def main() -> None:
             sys.stdout.flush()
             table.setdefault(name, {})[plan] = outcome
             save(table)
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    README.write_text(f"{before}{BEGIN}\n{markdown(table)}\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}\n{markdown(table)}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

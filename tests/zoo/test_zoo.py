@@ -57,9 +57,9 @@ def test_the_table_is_complete_and_has_no_faults() -> None:
             assert outcome in (EXACT, GATHERED) or refused, (name, plan, outcome)
 
 
-def test_the_readme_has_the_table() -> None:
-    text = table.README.read_text(encoding="utf-8")
-    assert table.in_readme(text) == table.markdown(EXPECTED)
+def test_the_page_of_what_is_supported_has_the_table() -> None:
+    text = table.PAGE.read_text(encoding="utf-8")
+    assert table.in_page(text) == table.markdown(EXPECTED)
 
 
 def test_every_strategy_has_many_exact_architectures() -> None:
