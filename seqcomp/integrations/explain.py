@@ -183,9 +183,8 @@ def _lowered(
             stateless=makes_cache(module),
         )
         sharded = bool(resolved.fsdp_axes)
-        program = build_program(
-            Request(module, call, dims, sizes, resolved, "explain", sharded=sharded)
-        )
+        name = type(module).__name__
+        program = build_program(Request(module, call, dims, sizes, resolved, name, sharded=sharded))
     raise_for_errors(program.unmet)
     sizes = program.sizes(sizes)
     return Lowered(program, sizes.batch, sizes.length, resolved, kept)

@@ -26,7 +26,7 @@ def run(capsys: pytest.CaptureFixture[str]):
 def test_text(run) -> None:
     code, out, err = run("usp_4x4", "--model", M0, "--seq-len", "64", "--dtype", "bf16")
     assert (code, err) == (0, "")
-    assert out.startswith("usp_4x4: program explain on ring 4 x ulysses 4; batch 1, length 64;")
+    assert out.startswith("usp_4x4: program Decoder on ring 4 x ulysses 4; batch 1, length 64;")
     for part in ("all_to_all", "p2p", "zigzag", "optimizer state", "balance max / mean"):
         assert part in out
 

@@ -65,7 +65,7 @@ def test_a_page(run: Any, tmp_path: Path) -> None:
     args = ("explain", "ring_2", *M0, "--dtype", "bfloat16", "--html", str(file))
     code, out, err = run(*args, "--budget", "0.5")
     assert (code, err) == (0, "")
-    assert out.startswith("ring_2: program explain on ring 2")
+    assert out.startswith("ring_2: program Decoder on ring 2")
     page = file.read_text(encoding="utf-8")
     assert "<title>seqcomp: ring_2, python:tests.fixtures.models:build</title>" in page
     assert "within the budget of 512 MiB" in page
