@@ -15,7 +15,7 @@ from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.report.attention import CONVENTION, WorkRow, work_rows
 from seqcomp.report.footprint import FootprintRow, footprint_rows
 from seqcomp.report.local import Saved, local_values
-from seqcomp.report.memory import Again, MemoryRow, memory_rows
+from seqcomp.report.memory import Again, memory_rows
 from seqcomp.report.render import (
     as_text,
     comm_table,
@@ -26,6 +26,7 @@ from seqcomp.report.render import (
     work_table,
 )
 from seqcomp.report.rows import CommRow, KernelRow, comm_rows, kernel_rows
+from seqcomp.report.storages import MemoryRow
 from seqcomp.runtime.comm import RankContext
 
 

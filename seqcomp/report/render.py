@@ -10,8 +10,8 @@ from rich.table import Table
 
 from seqcomp.report.attention import WorkRow
 from seqcomp.report.footprint import FootprintRow
-from seqcomp.report.memory import MemoryRow
 from seqcomp.report.rows import CommRow, KernelRow
+from seqcomp.report.storages import MemoryRow
 
 
 def comm_table(rows: Iterable[CommRow]) -> Table:
