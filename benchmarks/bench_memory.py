@@ -1,6 +1,6 @@
 """Resident memory of one training step on four ranks against one process, and its parts.
 
-    python benchmarks/bench_memory.py [--length 4096] [--layers 2] [--mlp 1024]
+    python benchmarks/bench_memory.py [--length 4096] [--layers 2] [--mlp 1024] [--only fsdp]
 
 Every process is a fresh one: it builds a small Llama, makes a step on a short row (compilation,
 gradients, AdamW's moments), and then runs forward and backward on a long one. `step` is how far its
@@ -98,24 +98,26 @@ def loss_of(model: nn.Module, length: int) -> Tensor:
 
 
 def saved_bytes(model: nn.Module, length: int) -> int:
-    """Storages that autograd saves, those of parameters left out, each once."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen: dict[int, int] = {}
+    """Storages that autograd saves, those of parameters left out, each once, when the forward has
+    ended: what FSDP gathered is free again."""
+    own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, Tensor] = {}
 
     def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
+        pointer = x.untyped_storage().data_ptr()
+        if pointer not in own:
+            seen[pointer] = x
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss_of(model, length)
-    return sum(seen.values())
+    return sum(x.untyped_storage().nbytes() for x in seen.values())
 
 
-def local_bytes(x: Any) -> int:
-    value = x.to_local() if hasattr(x, "to_local") else x
-    return int(value.nbytes)
+def local(x: Any) -> Tensor:
+    """This rank's part of x."""
+    part: Tensor = x.detach().to_local() if hasattr(x, "to_local") else x
+    return part
 
 
 def measure(args: argparse.Namespace, case: Case) -> tuple[int, int, int]:
@@ -129,7 +131,7 @@ def measure(args: argparse.Namespace, case: Case) -> tuple[int, int, int]:
     optimizer.zero_grad(set_to_none=False)
     moments = [x for own in optimizer.state.values() for x in own.values()]
     held = [*model.parameters(), *(p.grad for p in model.parameters()), *moments]
-    state = sum(map(local_bytes, held))
+    state = sum(local(x).nbytes for x in held)
     before = settled()
     Path("/proc/self/clear_refs").write_text("5")
     loss_of(model, args.length).backward()
@@ -158,6 +160,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--mlp", type=int, default=1024)
+    parser.add_argument("--only", help="of the plans, those with this in their name")
     args = parser.parse_args()
     # Memory that is free goes back at once: what is resident is what is in use.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -167,6 +170,8 @@ def main() -> int:
     wanted: list[int] = []
     right = True
     for case in CASES:
+        if case.plan is not None and (args.only or "") not in case.name:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(rank_main, (args, case, folder), nprocs=1 if case.plan is None else 4)
             found = torch.load(f"{folder}/found.pt").tolist()
