@@ -15,6 +15,8 @@ What a region keeps (``keeps``) is what is dear to make again, for what it costs
   weight gradients together (see ``Regathered``), so that no more is sent than without a region.
 * not matrix products, norms and other work on single tokens: they send nothing, and a byte of
   their results stands for h FLOPs or fewer, where h is the hidden width, beside s in attention.
+  An MLP that runs in chunks of tokens would be made a third time for what reads its result in the
+  second run, where anything does: that one result is kept (see runtime/chunked_mlp.py).
 
 A second run gives kept results back in the order in which they were made. Values that autograd
 saves are matched by torch in the order of saving; a kept result has no node that saves anything
@@ -142,6 +144,11 @@ class Recompute:
         self._traffic = traffic
         self._region: _Region | None = None
         self._offload = Offload()
+
+    @property
+    def is_again(self) -> bool:
+        """Whether a second run is going on of a region that keeps what is dear."""
+        return self._region is not None and self._region.open and self._region.again
 
     def keep(self, make: Callable[[], Sequence[Any]], /) -> Values:
         """`make()`, or in a second run what it gave in the first. Without gradients."""
