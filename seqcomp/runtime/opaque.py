@@ -5,10 +5,11 @@ tiles are Python objects. In a traced graph stands one operation of torch instea
 same code as without a compiler, with autograd inside; its backward is an operation too, which
 differentiates what the first one recorded.
 
-Nothing is kept here: the objects themselves are values of the graph (torch's opaque objects).
-Which function is called is an input of the graph, so that layers which differ in nothing else share
-it; what a call leaves for its backward is saved as an activation is, and goes with the graph of
-autograd or with its backward, whichever ends first.
+Nothing is kept here. Which function is called, and objects that go from one to another, are values
+of the graph (torch's opaque objects), so that layers which differ in nothing else share it. What a
+call leaves for its backward hangs on the memory of a tensor that the graph saves as it saves
+activations: it goes with its backward, a checkpoint around it or the graph of autograd, whichever
+ends first.
 
 The one file on torch's private interface for opaque objects.
 """
@@ -35,12 +36,20 @@ None, as `cast`."""
 
 
 class _Function(OpaqueBase):
-    """Who is called. Functions that are `like` one another share a graph."""
+    """Who is called. Functions that are `like` one another share a graph.
 
-    def __init__(self, run: Callable[..., Any], like: Any, shape: Shape | None) -> None:
+    keeps: what it gives is not to be made again in a region that runs again and keeps anything.
+    """
+
+    def __init__(self, run: Any, like: Any, shape: Shape | None, keeps: bool) -> None:
         self.run = run
         self.like = like
         self.shape = shape
+        self.keeps = keeps
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What a cache of compiled graphs must know of it; there is nothing to call in a copy.
+        return _Function, (None, self.like, None, self.keeps)
 
 
 class _Held(OpaqueBase):
@@ -50,13 +59,34 @@ class _Held(OpaqueBase):
         self.value = value
         self.learnt = learnt
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Held, (None, ())
 
-class _Tape(OpaqueBase):
+
+class _Tape:
     """What a call leaves for its backward: its results, and what they are differentiated by."""
 
     def __init__(self, made: Sequence[Tensor], by: Sequence[Tensor]) -> None:
         self.made = made
         self.by = by
+
+    def on_a_token(self) -> Tensor:
+        """A tensor that keeps the tape: torch keeps what is noted on a memory as long as that."""
+        token = _blank_token()
+        vars(token.untyped_storage())[_NOTE] = self
+        return token
+
+    @staticmethod
+    def of(token: Tensor) -> _Tape:
+        tape: _Tape = vars(token.untyped_storage())[_NOTE]
+        return tape
+
+
+_NOTE = "seqcomp_tape"
+
+
+def _blank_token() -> Tensor:
+    return torch.empty((), dtype=torch.int64)
 
 
 class Thing(NamedTuple):
@@ -72,7 +102,8 @@ class Opaque:
     shape: of its results, which are tensors; None where it gives some other object, which comes as
     a `Thing` that is an operand of other `Opaque`. like: what `shape` depends on besides operands,
     as something that can be compared. many: the result is a list of tensors, otherwise one.
-    measures: only sizes of its operands matter.
+    measures: only sizes of its operands matter. keeps: see `keeps`. inside: what a graph calls
+    instead of `run`.
     """
 
     def __init__(
@@ -83,8 +114,11 @@ class Opaque:
         *,
         many: bool = False,
         measures: bool = False,
+        keeps: bool = False,
+        inside: Callable[..., Any] | None = None,
     ) -> None:
-        self._function = _Function(run, like, shape)
+        self._run = run
+        self._function = _Function(inside or run, like, shape, keeps)
         self._gives_thing = shape is None
         self._many = many
         self._measures = measures
@@ -112,7 +146,7 @@ class Opaque:
 
     def run(self, *args: Any) -> Any:
         """The function itself."""
-        made = self._function.run(*map(_value, args))
+        made = self._run(*map(_value, args))
         if not self._gives_thing:
             return made
         learning = torch.is_grad_enabled() and not self._measures
@@ -122,6 +156,11 @@ class Opaque:
     @torch.compiler.disable
     def _aside(self, *args: Any) -> Any:
         return self.run(*args)
+
+
+def keeps(op: Any, args: Sequence[Any]) -> bool:
+    """Whether this operation of a traced graph is a function whose results are dear."""
+    return op is torch.ops.seqcomp.call.default and bool(args[0].real_obj.keeps)
 
 
 def _value(arg: Any) -> Any:
@@ -195,7 +234,7 @@ def _call(
     held: Sequence[_Held],
     sizes: Sequence[int],
     cast: torch.dtype | None,
-) -> tuple[list[Tensor], _Tape]:
+) -> tuple[list[Tensor], Tensor]:
     given = [
         x.detach().requires_grad_() if learn else x
         for x, learn in zip(tensors, learns, strict=True)
@@ -217,16 +256,17 @@ def _call(
         made = who.run(*_arguments(form, given, held, sizes))
     made = [made] if isinstance(made, Tensor) else made
     by = [x for x, learn in zip(given, learns, strict=True) if learn]
-    return _own(made, taken), _Tape(made, by) if by else _Tape((), ())
+    return _own(made, taken), _Tape(made if by else (), by).on_a_token()
 
 
 def _pull(
-    tape: _Tape,
+    token: Tensor,
     gradients: Sequence[Tensor],
     dims: Sequence[int],
     shapes: Sequence[int],
     dtypes: str,
 ) -> list[Tensor]:
+    tape = _Tape.of(token)
     if not tape.by:
         raise RuntimeError(
             "backward through the same graph a second time; keep it with retain_graph=True"
@@ -266,6 +306,11 @@ def _own(results: Sequence[Tensor], taken: set[int]) -> list[Tensor]:
     return own
 
 
+def in_backward() -> bool:
+    """Whether autograd's engine runs this thread now."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
@@ -289,17 +334,19 @@ def _imagined_call(
     held: Sequence[Any],
     sizes: Sequence[int],
     cast: torch.dtype | None,
-) -> tuple[list[Tensor], Any]:
+) -> tuple[list[Tensor], Tensor]:
     nothing = [_Held(None, ()) for _ in held]
     # Its form is the same for all that are `like` it, which a guard sees to.
     forms = who.real_obj.shape(*_arguments(form, tensors, nothing, sizes), cast=cast)
-    return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in forms], _fake(
-        _Tape((), ())
-    )
+    return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in forms], _blank_token()
 
 
 def _imagined_pull(
-    tape: Any, gradients: Sequence[Tensor], dims: Sequence[int], shapes: Sequence[int], dtypes: str
+    token: Tensor,
+    gradients: Sequence[Tensor],
+    dims: Sequence[int],
+    shapes: Sequence[int],
+    dtypes: str,
 ) -> list[Tensor]:
     left = iter(shapes)
     return [
@@ -308,14 +355,14 @@ def _imagined_pull(
     ]
 
 
-def _fake(value: OpaqueBase) -> Any:
-    return maybe_to_fake_obj(detect_fake_mode(), value)
+def _imagined_hold(*_: Any) -> Any:
+    return maybe_to_fake_obj(detect_fake_mode(), _Held(None, ()))
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Any]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
     learns, tensors = inputs[2], inputs[3]
     learning = [x for x, learn in zip(tensors, learns, strict=True) if learn]
-    ctx.tape = output[1]
+    ctx.save_for_backward(output[1])
     ctx.made = [(x.shape, x.dtype, x.device) for x in output[0]]
     ctx.learns = learns
     # torch takes an empty list for one of tensors, which has as many gradients.
@@ -330,25 +377,25 @@ def _backward(ctx: Any, gradients: list[Tensor | None], _: Any) -> tuple[Any, ..
         torch.zeros(shape, dtype=dtype, device=device) if g is None else g
         for g, (shape, dtype, device) in zip(gradients, ctx.made, strict=True)
     ]
-    pulled = torch.ops.seqcomp.pull(ctx.tape, whole, ctx.dims, ctx.shapes, ctx.dtypes)
+    (token,) = ctx.saved_tensors
+    pulled = torch.ops.seqcomp.pull(token, whole, ctx.dims, ctx.shapes, ctx.dtypes)
     found = iter(pulled)
     back = [next(found) if learn else None for learn in ctx.learns]
     return None, None, None, back, *ctx.none, None
 
 
-register_opaque_type(_Function, typ="reference", guard_fn=lambda who: [who.like])
+register_opaque_type(_Function, typ="reference", guard_fn=lambda who: [who.like, who.keeps])
 register_opaque_type(_Held, typ="reference")
-register_opaque_type(_Tape, typ="reference")
-_FUNCTION, _HELD, _TAPE = map(get_opaque_type_name, (_Function, _Held, _Tape))
+_FUNCTION, _HELD = map(get_opaque_type_name, (_Function, _Held))
 
 torch.library.define(
     "seqcomp::call",
     f"({_FUNCTION} who, str form, bool[] learns, Tensor[] tensors, {_HELD}[] held, "
-    f"SymInt[] sizes, ScalarType? cast) -> (Tensor[], {_TAPE})",
+    f"SymInt[] sizes, ScalarType? cast) -> (Tensor[], Tensor)",
 )
 torch.library.define(
     "seqcomp::pull",
-    f"({_TAPE} tape, Tensor[] gradients, int[] dims, SymInt[] shapes, str dtypes) -> Tensor[]",
+    "(Tensor token, Tensor[] gradients, int[] dims, SymInt[] shapes, str dtypes) -> Tensor[]",
 )
 torch.library.define(
     "seqcomp::hold",
@@ -359,5 +406,5 @@ torch.library.impl("seqcomp::pull", "CompositeExplicitAutograd", _pull)
 torch.library.impl("seqcomp::hold", "CompositeExplicitAutograd", _hold)
 torch.library.register_fake("seqcomp::call", _imagined_call)
 torch.library.register_fake("seqcomp::pull", _imagined_pull)
-torch.library.register_fake("seqcomp::hold", lambda *_: _fake(_Held(None, ())))
+torch.library.register_fake("seqcomp::hold", _imagined_hold)
 torch.library.register_autograd("seqcomp::call", _backward, setup_context=_setup)

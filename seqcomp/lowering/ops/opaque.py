@@ -42,7 +42,7 @@ from seqcomp.lowering.ops.moves import (
     SumGradient,
 )
 from seqcomp.runtime.attention.merge import accumulator_dtype
-from seqcomp.runtime.opaque import Form, Opaque, Shape
+from seqcomp.runtime.opaque import Form, Opaque, Shape, in_backward
 
 # Plain operations of torch on numbers that a rank knows: whoever traces reads them.
 _READ = (
@@ -57,6 +57,9 @@ _READ = (
 )
 # What gives an object that other operations take.
 _HOLD = (DropPairs, MaskTiling, Remember)
+
+# As in runtime/recompute.py: what is kept of a region that runs again.
+_KEPT = (Attention, AllReduce, AllToAll, ReduceScatter)
 
 Sizes = Sequence[Any]
 Each = Callable[..., Form | Sequence[Form]]
@@ -83,7 +86,27 @@ class Traceable:
             aside: Callable[..., Any] = torch.compiler.disable(run)
             return aside
         many = isinstance(op, TokenLocal)
-        return Opaque(run, self._like(op), each if many else _alone(each), many=many)
+        return Opaque(
+            run,
+            self._like(op),
+            each if many else _alone(each),
+            many=many,
+            keeps=isinstance(op, _KEPT),
+            inside=self._inside(run),
+        )
+
+    def _inside(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, where a compiled backward may call it since a part of the forward runs again."""
+        traffic = self._rank.context.traffic
+
+        def counted(*args: Any) -> Any:
+            before, traffic.again = traffic.again, traffic.again or in_backward()
+            try:
+                return run(*args)
+            finally:
+                traffic.again = before
+
+        return counted
 
     def _like(self, op: Op) -> Any:
         """The same for operations whose results have the same shapes."""
