@@ -17,6 +17,7 @@ The one file on torch's private interface for opaque objects.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -39,28 +40,49 @@ class _Function(OpaqueBase):
     """Who is called. Functions that are `like` one another share a graph.
 
     keeps: what it gives is not to be made again in a region that runs again and keeps anything.
+    It does not hold what it stands for: torch remembers for good what it imagined calls with.
     """
 
-    def __init__(self, run: Any, like: Any, shape: Shape | None, keeps: bool) -> None:
-        self.run = run
+    def __init__(self, who: Opaque | None, like: Any, keeps: bool) -> None:
+        self._who = None if who is None else weakref.ref(who)
         self.like = like
-        self.shape = shape
         self.keeps = keeps
+
+    @property
+    def who(self) -> Opaque:
+        who = self._who() if self._who is not None else None
+        assert who is not None, "a graph outlives what it calls"
+        return who
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What a cache of compiled graphs must know of it; there is nothing to call in a copy.
-        return _Function, (None, self.like, None, self.keeps)
+        return _Function, (None, self.like, self.keeps)
 
 
-class _Held(OpaqueBase):
+class _Made:
     """An object, and the tensors that take what is learnt through it."""
 
     def __init__(self, value: Any, learnt: tuple[Tensor, ...]) -> None:
         self.value = value
         self.learnt = learnt
 
+
+class _Held(OpaqueBase):
+    """What stands for an object in a graph; made there it holds it, made outside it does not."""
+
+    def __init__(self, made: _Made | None, *, weakly: bool = False) -> None:
+        self._made: Callable[[], _Made | None] = (
+            weakref.ref(made) if weakly and made is not None else lambda: made
+        )
+
+    @property
+    def made(self) -> _Made:
+        made = self._made()
+        assert made is not None, "an object that is gone"
+        return made
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Held, (None, ())
+        return _Held, (None,)
 
 
 class _Tape:
@@ -94,6 +116,7 @@ class Thing(NamedTuple):
 
     held: _Held
     learn: tuple[Tensor, ...]
+    made: _Made | None  # outside of graphs
 
 
 class Opaque:
@@ -118,7 +141,9 @@ class Opaque:
         inside: Callable[..., Any] | None = None,
     ) -> None:
         self._run = run
-        self._function = _Function(inside or run, like, shape, keeps)
+        self.inside = inside or run
+        self.shape = shape
+        self._function = _Function(self, like, keeps)
         self._gives_thing = shape is None
         self._many = many
         self._measures = measures
@@ -136,7 +161,7 @@ class Opaque:
             learns = [learn and not self._measures for learn in learns]
             made = torch.ops.seqcomp.hold(self._function, form, learns, tensors, sizes)
             learn = tuple(x for x, learn in zip(tensors, learns, strict=True) if learn)
-            return Thing(made, learn)
+            return Thing(made, learn, None)
         device = tensors[0].device.type
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         results, _ = torch.ops.seqcomp.call(
@@ -151,7 +176,8 @@ class Opaque:
             return made
         learning = torch.is_grad_enabled() and not self._measures
         learn = tuple(x for x in args if learning and isinstance(x, Tensor) and x.requires_grad)
-        return Thing(_Held(made, learn), learn)
+        thing = _Made(made, learn)
+        return Thing(_Held(thing, weakly=True), learn, thing)
 
     @torch.compiler.disable
     def _aside(self, *args: Any) -> Any:
@@ -164,7 +190,7 @@ def keeps(op: Any, args: Sequence[Any]) -> bool:
 
 
 def _value(arg: Any) -> Any:
-    return arg.held.value if isinstance(arg, Thing) else arg
+    return arg.held.made.value if isinstance(arg, Thing) else arg
 
 
 class _Operands:
@@ -207,9 +233,9 @@ class _Operands:
 
 
 def _arguments(
-    form: str, tensors: Sequence[Any], held: Sequence[_Held], sizes: Sequence[Any]
+    form: str, tensors: Sequence[Any], held: Sequence[Any], sizes: Sequence[Any]
 ) -> list[Any]:
-    left = {"tensor": iter(tensors), "held": iter([x.value for x in held]), "size": iter(sizes)}
+    left = {"tensor": iter(tensors), "held": iter(held), "size": iter(sizes)}
     constants = {"None": None, "True": True, "False": False}
     stack: list[list[Any]] = [[]]
     for kind in form.split():
@@ -239,7 +265,8 @@ def _call(
         x.detach().requires_grad_() if learn else x
         for x, learn in zip(tensors, learns, strict=True)
     ]
-    learnt = [leaf for thing in held for leaf in thing.learnt]
+    things = [x.made for x in held]
+    learnt = [leaf for thing in things for leaf in thing.learnt]
     given = [*given[: len(given) - len(learnt)], *learnt]
     # A compiler writes over what its graph needs no more: what the backward needs is our own.
     taken = set(map(_memory, tensors))
@@ -253,7 +280,7 @@ def _call(
         _as_outside(any(learns), tensors[0].device.type, cast),
         torch.autograd.graph.saved_tensors_hooks(saved, lambda x: x),
     ):
-        made = who.run(*_arguments(form, given, held, sizes))
+        made = who.who.inside(*_arguments(form, given, [x.value for x in things], sizes))
     made = [made] if isinstance(made, Tensor) else made
     by = [x for x, learn in zip(given, learns, strict=True) if learn]
     return _own(made, taken), _Tape(made if by else (), by).on_a_token()
@@ -292,8 +319,9 @@ def _hold(
         x.detach().clone().requires_grad_(learn) for x, learn in zip(tensors, learns, strict=True)
     ]
     with _as_outside(any(learns), "cpu", None):
-        made = who.run(*_arguments(form, given, (), sizes))
-    return _Held(made, tuple(x for x, learn in zip(given, learns, strict=True) if learn))
+        made = who.who.inside(*_arguments(form, given, (), sizes))
+    learnt = tuple(x for x, learn in zip(given, learns, strict=True) if learn)
+    return _Held(_Made(made, learnt))
 
 
 def _own(results: Sequence[Tensor], taken: set[int]) -> list[Tensor]:
@@ -335,9 +363,8 @@ def _imagined_call(
     sizes: Sequence[int],
     cast: torch.dtype | None,
 ) -> tuple[list[Tensor], Tensor]:
-    nothing = [_Held(None, ()) for _ in held]
     # Its form is the same for all that are `like` it, which a guard sees to.
-    forms = who.real_obj.shape(*_arguments(form, tensors, nothing, sizes), cast=cast)
+    forms = who.real_obj.who.shape(*_arguments(form, tensors, [None] * len(held), sizes), cast=cast)
     return [tensors[0].new_empty(shape, dtype=dtype) for shape, dtype in forms], _blank_token()
 
 
@@ -356,7 +383,7 @@ def _imagined_pull(
 
 
 def _imagined_hold(*_: Any) -> Any:
-    return maybe_to_fake_obj(detect_fake_mode(), _Held(None, ()))
+    return maybe_to_fake_obj(detect_fake_mode(), _Held(None))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
