@@ -40,7 +40,7 @@ from torch.utils.checkpoint import (
 )
 
 from seqcomp.runtime.offload import Offload
-from seqcomp.runtime.opaque import keeps
+from seqcomp.runtime.opaque_calls import keeps
 from seqcomp.runtime.traffic import Traffic
 
 aten = torch.ops.aten

@@ -42,7 +42,8 @@ from seqcomp.lowering.ops.moves import (
     SumGradient,
 )
 from seqcomp.runtime.attention.merge import accumulator_dtype
-from seqcomp.runtime.opaque import Form, Opaque, Shape, in_backward
+from seqcomp.runtime.opaque import Opaque
+from seqcomp.runtime.opaque_calls import Form, Shape, in_backward
 
 # Plain operations of torch on numbers that a rank knows: whoever traces reads them.
 _READ = (
