@@ -117,9 +117,11 @@ def _cpu_flash_backward(
     scale: float,
     mask: Tensor | None = None,
 ) -> Grads:
-    bias = None if mask is None else _bias(mask, q, k)
+    bias = None
+    if mask is not None:  # without one every query sees something
+        bias, lse = _bias(mask, q, k), _finite(lse)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, _finite(lse), 0.0, causal, attn_mask=bias, scale=scale
+        dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
 
 

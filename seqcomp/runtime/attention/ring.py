@@ -87,6 +87,9 @@ class Ring:
         """Of a PARTIAL tile."""
         return self.tiling.mask(task, self.rank, source, self.heads)
 
+    def small(self, task: TileTask) -> bool:
+        return self.kernel.name == "cpu_flash" and task.q_stop - task.q_start <= 512
+
     def how(self, task: TileTask, source: int) -> dict[str, Any]:
         """What kernels are told besides tensors and masks."""
         if self.dropout is None:
@@ -233,6 +236,8 @@ def _forward_tile(
         mask = ring.mask(task, source)
         return ring.masked.forward(q, k, v, causal=False, mask=mask, **how)
     if task.kind is Tile.ANTICAUSAL:
+        if ring.small(task):
+            return ring.kernel.forward(q, k, v, causal=False, mask=_upper(q), **how)
         q, k, v = (_reversed(x) for x in (q, k, v))
         found = ring.kernel.forward(q, k, v, causal=True, **how)
         return _reversed(found[0]), _reversed(found[1])
@@ -263,10 +268,17 @@ def _without_mask(
     ring: Ring, task: TileTask, tensors: tuple[Tensor, ...], how: dict[str, Any]
 ) -> Grads:
     if task.kind is Tile.ANTICAUSAL:
+        if ring.small(task):
+            return ring.kernel.backward(*tensors, causal=False, mask=_upper(tensors[1]), **how)
         tensors = tuple(_reversed(x) for x in tensors)
         dq, dk, dv = ring.kernel.backward(*tensors, causal=True, **how)
         return _reversed(dq), _reversed(dk), _reversed(dv)
     return ring.kernel.backward(*tensors, causal=task.kind is Tile.CAUSAL, **how)
+
+
+def _upper(q: Tensor) -> Tensor:
+    rows, dtype = q.shape[2], accumulator_dtype(q.dtype)
+    return torch.full((rows, rows), -torch.inf, dtype=dtype, device=q.device).tril_(-1)
 
 
 def _reversed(x: Tensor) -> Tensor:

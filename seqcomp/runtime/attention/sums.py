@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from seqcomp.runtime.attention.merge import accumulator_dtype
+from seqcomp.runtime.attention.untouched import Untouched
 
 
 class TokenSum:
@@ -15,15 +16,30 @@ class TokenSum:
         self._like = like
         self._dtype = accumulator_dtype(like.dtype)
         self._total: Tensor | None = None
+        self._untouched = Untouched(like.shape[2])
 
     def add(self, start: int, stop: int, part: Tensor) -> None:
         """Takes ownership of ``part``."""
+        first = self._untouched.take(start, stop)
         if self._total is None and stop - start == self._like.shape[2]:
             self._total = part.to(self._dtype)
-        else:
-            self.result()[:, :, start:stop] += part
+            return
+        if self._total is None:
+            self._total = torch.empty_like(self._like, dtype=self._dtype)
+        own = self._total[:, :, start:stop]
+        if first == [range(start, stop)]:
+            own.copy_(part)
+            return
+        self._clear(first)
+        own += part
 
     def result(self) -> Tensor:
         if self._total is None:
-            self._total = torch.zeros_like(self._like, dtype=self._dtype)
+            return torch.zeros_like(self._like, dtype=self._dtype)
+        self._clear(self._untouched.take(0, self._like.shape[2]))
         return self._total
+
+    def _clear(self, ranges: list[range]) -> None:
+        assert self._total is not None
+        for own in ranges:
+            self._total[:, :, own.start : own.stop] = 0
