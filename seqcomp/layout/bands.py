@@ -37,7 +37,7 @@ def split_band(
     first, last = max(0, -up), min(len(q), len(k) - down)
     if down > up or first >= last:
         return []
-    rows = max(smallest, int((up - down + 1) / parts))
+    rows = max(smallest, (up - down + 1) // parts)
     # Rows from `saturated` on see up to the last key, those before `opened` from the first one.
     saturated = len(k) - up if up < len(k) - 1 else 0
     opened = 1 - down

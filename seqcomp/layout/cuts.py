@@ -1,6 +1,6 @@
 """Triangles cut into smaller ones and the full squares between them.
 
-A kernel that skips unseen keys block by block computes a small triangle as if it were a square.
+A kernel that skips unseen keys block by block computes a triangle of few blocks as a square.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ TRIANGLES = (Tile.CAUSAL, Tile.ANTICAUSAL)
 
 @dataclass(frozen=True)
 class Grain:
-    """Triangles of more than `smallest` and at most `largest` rows are cut, in rows of multiples
-    of `smallest`; where `anticausal_only`... """
+    """Triangles of more than `smallest` rows are cut, at multiples of it; those of more than
+    `largest` are whole blocks but for a small part of them, and stay as they are."""
 
     smallest: int
     largest: int
 
 
 def cut(tasks: Sequence[TileTask], grain: Grain) -> tuple[TileTask, ...]:
-    """Tasks that cover the same pairs, each once; triangles in the order of their rows."""
+    """Tasks that cover the same pairs, each once."""
     return tuple(part for task in tasks for part in _cut(task, grain))
 
 

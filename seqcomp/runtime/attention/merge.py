@@ -76,9 +76,11 @@ class SoftmaxAccumulator:
         return self._out, self._lse
 
     def _allocate(self, like: Tensor, dtype: torch.dtype) -> None:
-        shape = (*like.shape[:-2], self._rows, like.shape[-1])
-        self._out = like.new_empty(shape, dtype=dtype)
-        self._lse = like.new_empty(shape[:-1], dtype=dtype)
+        *batch, heads, _, width = like.shape
+        shape = (*batch, self._rows, heads, width)
+        # The heads of a token side by side, as in what kernels return.
+        self._out = like.new_empty(shape, dtype=dtype).transpose(-3, -2)
+        self._lse = like.new_empty(shape[:-1], dtype=dtype).transpose(-2, -1)
 
     def _clear(self, ranges: list[range]) -> None:
         assert self._out is not None

@@ -87,8 +87,9 @@ class Ring:
         """Of a PARTIAL tile."""
         return self.tiling.mask(task, self.rank, source, self.heads)
 
-    def small(self, task: TileTask) -> bool:
-        return self.kernel.name == "cpu_flash" and task.q_stop - task.q_start <= 512
+    def masks(self, task: TileTask) -> bool:
+        """Whether the mask of an ANTICAUSAL tile costs less than to turn its tokens round."""
+        return task.q_stop - task.q_start <= self.kernel.whole
 
     def how(self, task: TileTask, source: int) -> dict[str, Any]:
         """What kernels are told besides tensors and masks."""
@@ -236,7 +237,7 @@ def _forward_tile(
         mask = ring.mask(task, source)
         return ring.masked.forward(q, k, v, causal=False, mask=mask, **how)
     if task.kind is Tile.ANTICAUSAL:
-        if ring.small(task):
+        if ring.masks(task):
             return ring.kernel.forward(q, k, v, causal=False, mask=_upper(q), **how)
         q, k, v = (_reversed(x) for x in (q, k, v))
         found = ring.kernel.forward(q, k, v, causal=True, **how)
@@ -268,7 +269,7 @@ def _without_mask(
     ring: Ring, task: TileTask, tensors: tuple[Tensor, ...], how: dict[str, Any]
 ) -> Grads:
     if task.kind is Tile.ANTICAUSAL:
-        if ring.small(task):
+        if ring.masks(task):
             return ring.kernel.backward(*tensors, causal=False, mask=_upper(tensors[1]), **how)
         tensors = tuple(_reversed(x) for x in tensors)
         dq, dk, dv = ring.kernel.backward(*tensors, causal=True, **how)
@@ -277,6 +278,7 @@ def _without_mask(
 
 
 def _upper(q: Tensor) -> Tensor:
+    """The mask of an ANTICAUSAL tile, to be added."""
     rows, dtype = q.shape[2], accumulator_dtype(q.dtype)
     return torch.full((rows, rows), -torch.inf, dtype=dtype, device=q.device).tril_(-1)
 

@@ -25,7 +25,9 @@ class TokenSum:
             self._total = part.to(self._dtype)
             return
         if self._total is None:
-            self._total = torch.empty_like(self._like, dtype=self._dtype)
+            # The heads of a token side by side, as in what kernels return.
+            shape = self._like.transpose(1, 2).shape
+            self._total = self._like.new_empty(shape, dtype=self._dtype).transpose(1, 2)
         own = self._total[:, :, start:stop]
         if first == [range(start, stop)]:
             own.copy_(part)

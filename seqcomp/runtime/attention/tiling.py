@@ -28,6 +28,8 @@ from seqcomp.runtime.attention.tile_mask import TileMask
 from seqcomp.runtime.positions import positions
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
+# The CPU's flash kernel skips keys in blocks of 512: smaller triangles cost as much as squares, and
+# tiles of less than 128 rows and keys cost more in copies and sums than they spare.
 CPU_PARTS = 2
 CPU_GRAIN = Grain(smallest=128, largest=2048)
 LONGEST_MASK = 4096  # keys of one tile that needs a mask: what is evaluated stays O(tile)
@@ -85,7 +87,7 @@ class StaticTiling(Tiling):
             keys = keys if self.real is None else before(keys, self.real)
             parts = CPU_PARTS if self.device.type == "cpu" else 1
             found = tiles(self.rule, self._ranges(rank), keys, parts=parts)
-            self._known[rank, source] = for_kernels(found, self.device)
+            self._known[rank, source] = _for_kernels(found, self.device)
         return self._known[rank, source]
 
     def travel(self) -> Travel | None:
@@ -274,7 +276,7 @@ class DataTiling(Tiling):
                     kinds[index, index] = CAUSAL
         found = tasks_of(kinds, len(q), len(k), block)
         found = tuple(part for task in found for part in _short(task))
-        return for_kernels(found, self._device)
+        return _for_kernels(found, self._device)
 
     def _is_triangle(self, q: Tensor, k: Tensor) -> bool:
         """Whether each query sees exactly the keys up to its own place."""
@@ -329,7 +331,7 @@ class DataTiling(Tiling):
         return best
 
 
-def for_kernels(tasks: tuple[TileTask, ...], device: torch.device) -> tuple[TileTask, ...]:
+def _for_kernels(tasks: tuple[TileTask, ...], device: torch.device) -> tuple[TileTask, ...]:
     return cut(tasks, CPU_GRAIN) if device.type == "cpu" else tasks
 
 
