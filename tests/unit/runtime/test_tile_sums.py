@@ -1,4 +1,4 @@
-"""What tiles give is added up as it comes, and what a kernel computes is little more than is seen."""
+"""What tiles give is added up as it comes; what a kernel computes is little more than is seen."""
 
 from __future__ import annotations
 
