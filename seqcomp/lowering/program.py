@@ -92,7 +92,7 @@ def install(program: Program, module: torch.nn.Module, rank: ops.RankBinding) ->
     one that runs a piece when called with a piece's token, and the original otherwise.
     """
     bound: dict[ops.Op, Callable[..., Any]] = {}
-    traceable = ops.Traceable(rank)
+    traceable = ops.Traceable(rank, program.flat)
     keeps = any(rerun.how.keeps for rerun in program.checkpoints.values())
 
     def bind(op: ops.Op) -> Callable[..., Any]:

@@ -73,14 +73,21 @@ class Traceable:
     What it cannot look into it calls; what it cannot call is run aside and breaks the graph.
     """
 
-    def __init__(self, rank: RankBinding) -> None:
+    def __init__(self, rank: RankBinding, program: torch.fx.Graph) -> None:
         self._rank = rank
+        # Objects that undivided attention takes, in operations of torch, must be there themselves.
+        self._bare = {
+            node.target
+            for node in program.nodes
+            if isinstance(node.target, _HOLD)
+            and not all(isinstance(user.target, Op) for user in node.users)
+        }
 
     def __call__(self, op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, to which `op` was bound."""
         if isinstance(op, _READ):
             return run
-        if isinstance(op, _HOLD):
+        if isinstance(op, _HOLD) and op not in self._bare:
             return Opaque(run, type(op).__name__, None, measures=isinstance(op, Remember))
         each = shape_of(op, self._rank)
         if each is None:
