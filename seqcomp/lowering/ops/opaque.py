@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from seqcomp.lowering.ops.along import RunningSum, Windowed
 from seqcomp.lowering.ops.base import Op, RankBinding
@@ -26,6 +27,7 @@ from seqcomp.lowering.ops.compute import (
 )
 from seqcomp.lowering.ops.dropout import Dropout, DropPairs
 from seqcomp.lowering.ops.loss import ChunkedLoss
+from seqcomp.lowering.ops.mlp import ChunkedMlp
 from seqcomp.lowering.ops.moves import (
     AllReduce,
     AllToAll,
@@ -99,7 +101,7 @@ class Traceable:
             self._like(op),
             each if many else _alone(each),
             many=many,
-            keeps=isinstance(op, _KEPT),
+            keeps=isinstance(op, _KEPT) or (isinstance(op, ChunkedMlp) and not op.last),
             inside=self._inside(run),
         )
 
@@ -123,6 +125,8 @@ class Traceable:
             own: Any = (op.unit.outputs, op.unit.results.dtypes, op.axes)
         elif isinstance(op, ChunkedLoss):
             own = (op.reduce, op.dtype)
+        elif isinstance(op, ChunkedMlp):
+            own = (op.code, op.chunks, op.uses, op.last)
         else:
             names = {"label": "", "number": 0}
             own = dataclasses.replace(op, **{k: v for k, v in names.items() if hasattr(op, k)})  # type: ignore[type-var]
@@ -216,6 +220,16 @@ def _in_chunks(op: ChunkedLoss, rank: RankBinding) -> Each:
     def shape(x: Tensor, shard: Any, weight: Any, bias: Any, again: Any, target: Tensor, *_: Any,
               cast: Any) -> Form:  # fmt: skip
         return () if op.reduce else target.shape, op.dtype
+
+    return shape
+
+
+@shape_of.register
+def _by_tokens(op: ChunkedMlp, rank: RankBinding) -> Each:
+    def shape(x: Tensor, shard: Any, again: Any, *parameters: Tensor, cast: Any) -> Form:
+        with torch.autocast(x.device.type, cast, enabled=cast is not None):
+            imagined = op.body(linear, x, *parameters)
+        return imagined.shape, imagined.dtype
 
     return shape
 

@@ -16,6 +16,8 @@ from torch import nn
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 
+from seqcomp.lowering.ops import mlp
+from seqcomp.runtime import chunked_mlp
 from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import dropping, experts, plans
 from tests.fixtures.again import with_memory
@@ -83,6 +85,23 @@ def test_a_tensor_axis() -> None:
     assert found.breaks == ()
     assert found.graphs == 2  # one a rank
     assert not any(rank.bytes_alike for rank in seen)
+
+
+@pytest.mark.parametrize("plan", [plans.ring(2), plans.megatron(2)], ids=plans.name)
+def test_mlps_in_chunks(plan: plans.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_mlp, "FEWEST", 2)
+    chunks: list[int] = []
+    run_in_chunks = mlp.chunked
+
+    def chunked(how: chunked_mlp.Chunks, *args: Any) -> Any:
+        chunks.append(how.number)
+        return run_in_chunks(how, *args)
+
+    monkeypatch.setattr(mlp, "chunked", chunked)
+    seen, found = run(Case(with_memory(plan, checkpoint="selective")), everywhere=True)
+    assert exact(seen, found)
+    assert found.breaks == ()
+    assert min(chunks) > 1
 
 
 @pytest.mark.parametrize(
