@@ -44,8 +44,9 @@ def seconds(mask: Mask | PairMask, leaves: list[torch.Tensor], args: Any) -> tup
     """Of forward and of backward."""
     layout = SequenceLayout("zigzag", args.ranks)
     torch.manual_seed(0)
-    shape = (1, args.heads, args.length // args.ranks, args.head_dim)
-    *whole, cotangent = [torch.randn(shape) for _ in range(4)]
+    # As they come from projections: the heads of a token side by side.
+    shape = (1, args.length // args.ranks, args.heads, args.head_dim)
+    *whole, cotangent = [torch.randn(shape).transpose(1, 2) for _ in range(4)]
 
     def fn(context: Any) -> tuple[float, float]:
         inputs = [x.clone().requires_grad_() for x in whole]
