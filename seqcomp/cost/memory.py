@@ -12,7 +12,6 @@ from seqcomp.cost.shape import Block, ModelShape
 from seqcomp.cost.workload import Widths, outputs_of, padded, sharding, widths_of
 from seqcomp.plan.resolve import ResolvedPlan
 
-
 _FEWEST = 1024  # tokens of a chunk of an MLP (runtime/chunked_mlp.py)
 
 
