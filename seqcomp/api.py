@@ -189,7 +189,9 @@ def attach(
 def _derived_example(model: torch.nn.Module, resolved: ResolvedPlan) -> dict[str, Any]:
     """Parameters are cut before an optimizer sees them, so a call is made up where possible."""
     factor = resolved.layout_for(None, True).factor
-    return example_call(model, length=factor * max(2, 32 // factor))
+    # Without its logits and without a loss a model computes nothing, and reads no parameter.
+    dropped = "drop" in resolved.plan.outputs.values()
+    return example_call(model, length=factor * max(2, 32 // factor), labels=dropped)
 
 
 def of(model: torch.nn.Module) -> Compiled:

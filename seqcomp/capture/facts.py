@@ -88,8 +88,13 @@ def attentions_of(
     return capture, recognise_attention(capture, module)
 
 
-def example_call(module: torch.nn.Module, length: int = 32, batch: int = 2) -> dict[str, Any]:
-    """A call of a model that takes token ids. Raises PlanError SC309 for others."""
+def example_call(
+    module: torch.nn.Module, length: int = 32, batch: int = 2, *, labels: bool = False
+) -> dict[str, Any]:
+    """A call of a model that takes token ids. Raises PlanError SC309 for others.
+
+    labels: with those of every token, where the model takes them and has logits for every token.
+    """
     parameters = signature_of(module.forward).parameters
     name = next((n for n in ("input_ids", "tokens", "ids") if n in parameters), None)
     others = [
@@ -114,6 +119,9 @@ def example_call(module: torch.nn.Module, length: int = 32, batch: int = 2) -> d
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     # A decoder beside an encoder has tokens of its own, though its signature gives them a default.
     names = [name, *(n for n in ("decoder_input_ids",) if n in parameters)]
+    head = getattr(module, "get_output_embeddings", None)
+    if labels and "labels" in parameters and (head is None or head() is not None):
+        names.append("labels")
     return {n: torch.empty((batch, length), dtype=torch.long, device=device) for n in names}
 
 

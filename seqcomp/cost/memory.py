@@ -12,6 +12,8 @@ from seqcomp.cost.shape import Block, ModelShape
 from seqcomp.cost.workload import Widths, outputs_of, padded, sharding, widths_of
 from seqcomp.plan.resolve import ResolvedPlan
 
+_FEWEST = 1024  # tokens of a chunk of an MLP (runtime/chunked_mlp.py)
+
 
 @dataclass(frozen=True, slots=True)
 class HeldRow:
@@ -125,7 +127,7 @@ def _activations(
     again = 0.0
     if checkpoint != "none":
         again = max(
-            (_made_again(plan, model, b, width, run, checkpoint) for b in model.blocks),
+            (made_again(plan, model, b, width, run) for b in model.blocks),
             default=0.0,
         )
     working = again + _working(plan, model, width, run)
@@ -137,15 +139,33 @@ def _activations(
         yield HeldRow("gradients of logits", round(loss), note)
 
 
-def _made_again(
-    plan: ResolvedPlan, model: ModelShape, block: Block, width: Widths, run: Run, checkpoint: str
+def made_again(
+    plan: ResolvedPlan, model: ModelShape, block: Block, width: Widths, run: Run
 ) -> float:
     """What a block keeps while it runs a second time, beside what was kept of the first."""
     whole = kept_of(plan, model, block, width, run, "none")
-    if checkpoint == "block":
+    if plan.plan.memory.checkpoint == "block":
         return whole
-    inputs = local_tokens(plan, run) * model.hidden * width.activation
-    return whole - (kept_of(plan, model, block, width, run, "selective") - inputs)
+    tokens = local_tokens(plan, run) * width.activation
+    kept = kept_of(plan, model, block, width, run, "selective") - tokens * model.hidden
+    if plan.tensor_size > 1:  # results of the reduce-scatters, which nothing saves in a first run
+        kept -= 2 * tokens * model.hidden
+    inside = 0 if block.experts else tokens * _inside(block)
+    return whole - kept - inside * (1 - 1 / _chunks(plan, model, block, run))
+
+
+def _inside(block: Block) -> int:
+    """Elements for a token that an MLP saves between what goes in and out."""
+    return (4 if block.gated else 5) * block.mlp_width * max(block.active, 1)
+
+
+def _chunks(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> int:
+    """In how many chunks of tokens the MLP of a block runs: under ``checkpoint: selective`` as many
+    as make what one holds inside no larger than what goes in, of 1024 tokens at least."""
+    if plan.plan.memory.checkpoint != "selective" or block.experts:
+        return 1
+    tokens = local_tokens(plan, run) * plan.tensor_size
+    return max(1, min(-(-_inside(block) // model.hidden), tokens // _FEWEST))
 
 
 def kept_of(
@@ -196,7 +216,7 @@ def _working_block(
     group = tokens * t
     moved = 2 * group * model.hidden * e
     mlp = (3 if block.gated else 2) * group * e * block.mlp_width * max(block.active, 1)
-    found = moved + mlp / (1 if block.experts else t)
+    found = moved + mlp / (1 if block.experts else t) / _chunks(plan, model, block, run)
     if plan.ring_size > 1:
         keys = kv_tokens_bytes(plan, model, block, run, e)
         blocks = plan.ring_size if plan.transport == "allgather" else 2

@@ -232,12 +232,7 @@ def _unknown(dtype: Any) -> list[Any]:
 def _call_of(module: nn.Module, length: int, batch: int) -> dict[str, Any]:
     """Token ids, and labels where the model has a head that gives logits for every token."""
     try:
-        call = example_call(module, length=length, batch=batch)
+        return example_call(module, length=length, batch=batch, labels=True)
     except PlanError as error:
         other = "calls are made up for models of token ids; others: seqcomp.of(model).report()"
         raise PlanError([replace(item, help=other) for item in error.diagnostics]) from error
-    takes = "labels" in signature_of(module.forward).parameters
-    head: Callable[[], Any] | None = getattr(module, "get_output_embeddings", None)
-    if takes and (head is None or head() is not None):
-        call["labels"] = next(iter(call.values()))
-    return call

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, raise_for_errors
+from seqcomp.integrations.titan_memory import check_compile, compile_blocks, with_checkpoint
 from seqcomp.plan.load import load_plan
 from seqcomp.plan.resolve import ResolvedPlan, resolve
 
@@ -34,26 +35,28 @@ _EXAMPLE = 32  # tokens of the call that says how to divide the parameters, or w
 def with_plan(config: Any, plan: PlanLike) -> Any:
     """`config`, a torchtitan ``Trainer.Config``, set up to train its model under `plan`.
 
-    Sets the degrees and what else the plan decides (precision, offloading), and turns off what a
-    plan does by itself or not at all: torchtitan's activation checkpointing, compilation of the
-    model, CUDA graphs, tensor-parallel losses. The config is changed and returned.
+    Sets the degrees and what else the plan decides (precision, offloading, checkpoints where the
+    plan has any), and turns off CUDA graphs and tensor-parallel losses. Else FullAC and SelectiveAC
+    are what `memory.checkpoint` is, and blocks are compiled. The config is changed and returned.
 
     Raises:
-        PlanError: SC131 for a loss that calls the model's head by itself, and what `load_plan`
-            raises.
+        PlanError: SC131 for a loss that calls the model's head by itself, other activation
+            checkpointing, compilation that does not go with the plan, and what `load_plan` raises.
     """
     from torchtitan.components.loss import ChunkedLossWrapper
 
-    resolved = resolve(load_plan(plan))
+    loaded = load_plan(plan)
+    resolved = resolve(loaded)
     if isinstance(config.loss, ChunkedLossWrapper.Config):
         raise PlanError(_chunked())
     for place, value in _settings(resolved).items():
         section, _, name = place.partition(".")
-        if name:
-            setattr(getattr(config, section), name, value)
-        else:
-            setattr(config, section, value)
-    config.compile.components = [part for part in config.compile.components if part != "model"]
+        setattr(getattr(config, section), name, value)
+    if loaded.memory.checkpoint != "none":
+        config.activation_checkpoint = None
+    raise_for_errors(
+        check_compile(with_checkpoint(loaded, config.activation_checkpoint), config.compile)
+    )
     config.model_spec = dataclasses.replace(
         config.model_spec,
         model=_any_degree(config.model_spec.model),
@@ -86,16 +89,22 @@ def _parallelize(
     import seqcomp
 
     del dump_folder
-    resolved = resolve(load_plan(plan), world_size=parallel_dims.world_size)
+    loaded = with_checkpoint(load_plan(plan), ac_config)
+    resolved = resolve(loaded, world_size=parallel_dims.world_size)
     given = {
         "training": training,
         "parallelism": parallelism,
-        "activation_checkpoint": ac_config,
-        "compile": compile_config,
     }
-    raise_for_errors([*_mismatches(resolved, given, parallel_dims), *_order(resolved)])
+    raise_for_errors(
+        [
+            *_mismatches(resolved, given, parallel_dims),
+            *check_compile(loaded, compile_config),
+            *_order(resolved),
+        ]
+    )
     example = _example_call(model, resolved, training)
-    model = seqcomp.parallelize(model, plan, example_inputs=example)
+    model = seqcomp.parallelize(model, loaded, example_inputs=example)
+    compile_blocks(model, compile_config)
     compiled = seqcomp.of(model)
     run = compiled.call
 
@@ -130,7 +139,6 @@ def _settings(resolved: ResolvedPlan) -> dict[str, Any]:
         ),
         "training.enable_cpu_offload": fsdp is not None and fsdp.offload == "cpu",
         "training.disable_cuda_graphs": True,
-        "activation_checkpoint": None,
     }
     if resolved.sequence_size > 1:
         # Only a check that the degree divides the length: the plan's own is exact, or pads.
@@ -149,23 +157,19 @@ def _mismatches(
         if name == "data_parallel_shard_degree":
             value = parallel_dims.dp_replicate * parallel_dims.dp_shard
         else:
-            value = getattr(given[section], name) if name else given[section]
+            value = getattr(given[section], name)
         if value != wanted:
             found.append(_wrong(place, value, wanted))
-    compile_config = given["compile"]
-    if compile_config.enable and "model" in compile_config.components:
-        found.append(_wrong("compile.components", tuple(compile_config.components), ("loss",)))
     return found
 
 
 def _wrong(place: str, value: Any, wanted: Any) -> Diagnostic:
-    shown = wanted if not isinstance(wanted, tuple) else list(wanted)
     return diagnostic(
         "SC131",
         where=f"torchtitan {place}",
         found=str(value),
         legal=str(wanted),
-        help=f"config.{place} = {shown!r}; "
+        help=f"config.{place} = {wanted!r}; "
         "seqcomp.integrations.torchtitan.with_plan(config, plan) sets all of them",
     )
 

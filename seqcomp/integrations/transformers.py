@@ -12,19 +12,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import recursively_apply
+from accelerate.utils import convert_to_fp32, recursively_apply
 from torch import Tensor
 from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 import seqcomp
-from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, raise_for_errors
+from seqcomp.diagnostics import PlanError, diagnostic, raise_for_errors
+from seqcomp.integrations.trainer_settings import is_divided, refused
+from seqcomp.integrations.trainer_state import (
+    load_whole_optimizer,
+    loading_whole_weights,
+    save_whole_optimizer,
+    whole_weights,
+)
 from seqcomp.plan.load import load_plan
 from seqcomp.plan.resolve import ResolvedPlan, resolve
 
@@ -65,7 +73,7 @@ class PlannedTrainer(Trainer):
         self._slices = data_ranks(self._resolved)
         self._degree = max(self._slices) + 1
         super().__init__(*args, **kwargs)
-        raise_for_errors(_refused(self.args, self._resolved))
+        raise_for_errors(refused(self.args, self._resolved))
         self._set_signature_columns_if_needed()  # read off the forward, which is replaced
         inner = getattr(self.model, "get_base_model", lambda: self.model)()
         self._compiled: Any = inner
@@ -84,12 +92,29 @@ class PlannedTrainer(Trainer):
         """As ever, with loaders and gathered metrics by data rank."""
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_data_loader = self._deal
+        self.accelerator.prepare_model = self._prepared
         self.accelerator.gather_for_metrics = self._gather_metrics
         self.gather_function = self._gather_metrics
 
     def get_tp_size(self) -> int:
         """How many ranks share a batch."""
         return self._resolved.sequence_size
+
+    def _prepared(self, model: Any, **_: Any) -> Any:
+        """Nothing is wrapped around the model: a capture would not see it. See `autocast` below."""
+        if model not in self.accelerator._models:
+            self.accelerator._models.append(model)
+        return model
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Of the forward and the loss, which accelerate would put into the model's forward."""
+        if not self.args.bf16:
+            return contextlib.nullcontext()
+        return torch.autocast(
+            self.args.device.type, torch.bfloat16, cache_enabled=bool(cache_enabled)
+        )
 
     def _deal(self, loader: Any, device_placement: bool | None = None, **_: Any) -> Any:
         """Accelerate's loader for this rank's slices of the batches."""
@@ -188,12 +213,26 @@ class PlannedTrainer(Trainer):
                     help="strategies: {data: {gradients: mean}}",
                 )
             )
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        with self._losses_of_fp32():
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         scaled = self.args.average_tokens_across_devices and num_items_in_batch is not None
         scaled = scaled and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         if scaled and (in_model or adds_up):
             loss = loss / self._degree
         return (loss, outputs) if return_outputs else loss
+
+    @contextlib.contextmanager
+    def _losses_of_fp32(self) -> Iterator[None]:
+        """Losses outside of the model get outputs in fp32, as accelerate gives them."""
+        names = ("compute_loss_func", "label_smoother") if self.args.bf16 else ()
+        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        for name, loss in own.items():
+            setattr(self, name, functools.partial(_of_fp32, loss))
+        try:
+            yield
+        finally:
+            for name, loss in own.items():
+                setattr(self, name, loss)
 
     def training_step(
         self, model: Any, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -214,20 +253,48 @@ class PlannedTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Whole weights, written by one rank; all take part where they are divided."""
-        if state_dict is None and _divided(self._resolved):
-            from torch.distributed.checkpoint.state_dict import (
-                StateDictOptions,
-                get_model_state_dict,
-            )
-
-            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            state_dict = get_model_state_dict(self.model, options=whole)
+        if state_dict is None and is_divided(self._resolved):
+            state_dict = whole_weights(self.model)
         if self.args.should_save:
             super()._save(output_dir, state_dict)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Every rank takes its part of whole weights."""
+        divided = is_divided(self._resolved)
+        with loading_whole_weights(self.model) if divided else contextlib.nullcontext():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-def _divided(resolved: ResolvedPlan) -> bool:
-    return bool(resolved.fsdp_axes) or resolved.tensor_size > 1
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As ever; states of divided parameters are gathered for the rank that writes."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        if is_divided(self._resolved):
+            save_whole_optimizer(
+                self.model,
+                self._own_optimizer,
+                Path(output_dir) / OPTIMIZER_NAME,
+                writes=self.args.should_save,
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As ever; every rank takes its part."""
+        path = Path(checkpoint or ".") / OPTIMIZER_NAME
+        if checkpoint is None or not is_divided(self._resolved) or not path.is_file():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_whole_optimizer(self.model, self._own_optimizer, path)
+        scheduler = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+    @property
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        """Without accelerate's wrapper."""
+        given: Any = self.optimizer
+        optimizer: torch.optim.Optimizer = getattr(given, "optimizer", given)
+        return optimizer
+
+
+def _of_fp32(loss: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    return loss(convert_to_fp32(outputs), *args, **kwargs)
 
 
 def _digest(batches: list[Any]) -> int:
@@ -240,43 +307,3 @@ def _digest(batches: list[Any]) -> int:
                 flat = item.detach().cpu().contiguous().view(-1)
                 value = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), value)
     return value
-
-
-def _refused(args: Any, resolved: ResolvedPlan) -> list[Diagnostic]:
-    """Arguments of the Trainer that do not go with a plan."""
-    found = []
-
-    def wrong(name: str, help_text: str) -> None:
-        found.append(
-            diagnostic(
-                "SC131",
-                where=f"TrainingArguments.{name}",
-                found=str(getattr(args, name, None)),
-                legal="not set",
-                help=help_text,
-            )
-        )
-
-    if args.fsdp:
-        wrong("fsdp", "write fsdp: {} into the plan")
-    if args.deepspeed:
-        wrong("deepspeed", "leave it out; the plan divides the sequence and the parameters")
-    if args.torch_compile:
-        wrong("torch_compile", "leave it out: the model is compiled by the plan")
-    for name in ("gradient_checkpointing", "activation_checkpointing"):
-        if getattr(args, name, False):
-            wrong(name, "leave it out; see memory: in the plan")
-    if args.bf16 or args.fp16:
-        wrong("bf16" if args.bf16 else "fp16", "load the model in that dtype, or "
-              "fsdp: {mixed_precision: bf16}")  # fmt: skip
-    if getattr(args, "parallelism_config", None) is not None:
-        wrong("parallelism_config", "leave it out; the plan says which ranks share a batch")
-    if "rebalance" in str(getattr(args, "train_sampling_strategy", "")):
-        wrong("train_sampling_strategy", "it gives every rank its own batch; use random")
-    if _divided(resolved) and str(args.save_strategy) != "SaveStrategy.NO":
-        if not args.save_only_model:
-            wrong("save_only_model", "set it to True: optimizer states of divided parameters are "
-                  "saved by torch.distributed.checkpoint only")  # fmt: skip
-        if args.load_best_model_at_end:
-            wrong("load_best_model_at_end", "leave it out where parameters are divided")
-    return found

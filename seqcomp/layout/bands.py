@@ -96,13 +96,16 @@ def _upper_edge(start: int, stop: int, left: int, up: int | None, keys: int) -> 
 
 def _both_edges(start: int, stop: int, down: int, up: int | None, keys: int) -> list[TileTask]:
     """Rows that see the keys from the diagonal `down` on."""
-    common = stop - 1 + down  # the first key that all of these rows see
+    # The last row is left out of the lower triangle where its one key there is the upper one's.
+    last = stop if up is None or stop + down <= start + up else stop - 1
+    common = last + down  # from here on all of these rows see the keys
     if up is not None and common > start + up:
         return _task(start, stop, start + down, stop + up, Tile.PARTIAL)
-    # The last row sees no key before `common`; a triangle of one is a square.
-    kind = Tile.ANTICAUSAL if stop - start > 2 else Tile.FULL
-    corner = _task(start, stop - 1, start + down, common, kind)
-    return corner + _upper_edge(start, stop, common, up, keys)
+    # A triangle of one is a square.
+    kind = Tile.ANTICAUSAL if last - start > 1 else Tile.FULL
+    return _task(start, last, start + down, common, kind) + _upper_edge(
+        start, stop, common, up, keys
+    )
 
 
 def _task(q_start: int, q_stop: int, k_start: int, k_stop: int, kind: Tile) -> list[TileTask]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import sympy
 import torch
 
+from seqcomp.capture.blocks import blocks_of
 from seqcomp.capture.call import Call, InputDims
 from seqcomp.capture.canonical import canonicalise
 from seqcomp.capture.export import export_call
@@ -175,6 +176,7 @@ def _lowered(
         fsdp_units=candidates(module) if request.sharded else None,
         mean_over=mesh.batch if resolved.gradients == "mean" else (),
         loss_chunks=resolved.plan.memory.loss_chunks,
+        mlps_of=blocks_of(module) if resolved.plan.memory.checkpoint == "selective" else (),
     )
     graph = run_passes(capture.graph, context, PASSES)
     capture.units.probes.clear()  # they hold the module; the program may outlive it

@@ -51,6 +51,7 @@ class LoweringContext:
     keep_global: bool = False
     is_gathered: Callable[[str], bool] = lambda path: False  # modules on the whole sequence
     loss_chunks: int = 1
+    mlps_of: tuple[str, ...] = ()  # the modules whose MLPs run in chunks of tokens
     unmet: list[Diagnostic] = field(default_factory=list)  # what refuses a call, not an example
     kept: torch.fx.Graph | None = None
     traced: dict[torch.fx.Node, Traced] = field(default_factory=dict)

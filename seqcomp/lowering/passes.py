@@ -20,6 +20,7 @@ from seqcomp.lowering.dropout import KEYS, dropout_form, pair_dropout
 from seqcomp.lowering.fsdp_units import fsdp_units_pass
 from seqcomp.lowering.gradients import sum_gradients_pass
 from seqcomp.lowering.hoist import hoist_shards_pass
+from seqcomp.lowering.mlp_chunks import chunk_mlp_pass
 from seqcomp.lowering.outputs import output_boundary_pass
 from seqcomp.lowering.padding import PaddedLoss, padding_in, real_degree
 from seqcomp.lowering.redistribute import Redistributor
@@ -315,6 +316,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("redistribute", redistribute_pass, ("placement",), ("local",)),
     Pass("output_boundary", output_boundary_pass, ("local",), ("outputs",)),
     Pass("chunk_loss", chunk_loss_pass, ("local", "outputs"), ()),
+    Pass("chunk_mlp", chunk_mlp_pass, ("local", "outputs"), ()),
     Pass("fsdp_units", fsdp_units_pass, ("local", "outputs"), ("fsdp_units",)),
     Pass("sum_gradients", sum_gradients_pass, ("placement", "local", "fsdp_units"), ("gradients",)),
     Pass("hoist_shards", hoist_shards_pass, ("local", "outputs"), ("hoisted",)),

@@ -16,7 +16,7 @@ from seqcomp.report.attention import CONVENTION, WorkRow, work_rows
 from seqcomp.report.footprint import FootprintRow, footprint_rows
 from seqcomp.report.graph import Regions, regions_of
 from seqcomp.report.local import Saved, local_values
-from seqcomp.report.memory import Again, MemoryRow, memory_rows
+from seqcomp.report.memory import Again, memory_rows
 from seqcomp.report.render import (
     as_text,
     comm_table,
@@ -34,6 +34,7 @@ from seqcomp.report.rows import (
     comm_rows,
     kernel_rows,
 )
+from seqcomp.report.storages import MemoryRow
 from seqcomp.report.tiles import TileGrid, tile_grids
 from seqcomp.report.tokens import Tokens, tokens_of
 from seqcomp.runtime.comm import RankContext

@@ -204,21 +204,22 @@ def _computed(
             return _attended(node, (*args[:3], *(tiling or ()), sinks))
         case ops.Dropout():
             return args[0] * 1.0
-        case ops.DropPairs():
+        case ops.DropPairs() | ops.Remember():
             return args[0]
         case ops.MaskTiling():
             return args[1:]  # what attention may hand gradients to
         case ops.ColumnLinear():
             x, _, weight, bias, _ = args
             return torch.nn.functional.linear(x, weight, bias)
-        case ops.Remember():
-            return args[0]
         case ops.VocabularyEmbedding():
             weight, index = args
             return torch.nn.functional.embedding(index, weight)
         case ops.VocabularyLoss():
             logits = args[0].sum(op.classes if args[0].dim() > 1 else 0)
             return logits.sum() if op.reduce else logits
+        case ops.ChunkedMlp():
+            x, _, _, *parameters = args
+            return op.whole(x, None, None, *parameters)
         case ops.ChunkedLoss():
             x, _, weight, bias, _, target, _ = args
             wanted = torch.is_grad_enabled() and any(

@@ -6,8 +6,8 @@ without parameters and buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,36 +21,15 @@ from seqcomp.lowering.memory import KEPT, Rerun
 from seqcomp.lowering.program import Program
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.report.local import Saved, is_fused
+from seqcomp.report.mlp import chunk_bytes, mlp_rows, saved_by_mlp
+from seqcomp.report.storages import Bytes, MemoryRow, Values, key_of, operands, pattern, storages
 from seqcomp.runtime.attention.merge import accumulator_dtype
-
-Values = Mapping[Node, Any]
-Bytes = dict[Any, int]
-"""Sizes of storages, by what tells them apart."""
+from seqcomp.runtime.chunked_mlp import number_of
 
 _SAVING = (
-    ops.Attention, ops.ColumnLinear, ops.VocabularyEmbedding, ops.VocabularyLoss, ops.ChunkedLoss,
+    ops.Attention, ops.ChunkedLoss, ops.ChunkedMlp, ops.ColumnLinear, ops.VocabularyEmbedding,
+    ops.VocabularyLoss,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class MemoryRow:
-    """One option: the bytes that one rank saves for the backward with it and without it.
-
-    `what` is the option as the plan has it, `where` what it acts on, `count` in how many calls.
-    `at_least`: a unit that runs untraced saves more than is known. `on_host`: what learns of
-    the kept values waits in host memory.
-    """
-
-    what: str
-    where: str
-    count: int
-    bytes_kept: int
-    bytes_without: int
-    at_least: bool = False
-    on_host: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Again:
@@ -104,7 +83,7 @@ def memory_rows(
         rows.append(
             MemoryRow(
                 what=f"checkpoint: {memory.checkpoint}",
-                where=_pattern(rerun.path for rerun in reruns),
+                where=pattern(rerun.path for rerun in reruns),
                 count=len(reruns),
                 bytes_kept=sum(kept.values()),
                 bytes_without=sum(count.saved_by(inside).values()),
@@ -112,6 +91,7 @@ def memory_rows(
                 on_host=on_host and memory.offload == "cpu",
             )
         )
+    rows += mlp_rows(program, values)
     rows += [
         _chunked(node, node.target, values)
         for node in program.flat.nodes
@@ -147,30 +127,24 @@ def saved_bytes(
     count.known |= kept.keys()
     return SavedBytes(
         kept=sum(kept.values()),
-        again=max((sum(count.saved_by(rerun.nodes).values()) for rerun in reruns), default=0),
+        again=max((_again(rerun, count, values) for rerun in reruns), default=0),
         at_least=any(isinstance(n.target, ops.TokenLocal) for n in program.flat.nodes),
     )
+
+
+def _again(rerun: Rerun, count: _Count, values: Values) -> int:
+    mlps = [(n, n.target) for n in rerun.nodes if isinstance(n.target, ops.ChunkedMlp)]
+    one = max((chunk_bytes(node, op, values) for node, op in mlps), default=0)
+    return sum(count.saved_by(rerun.nodes).values()) + one
 
 
 def _state(program: Program, values: Values) -> set[Any]:
     """Storages of parameters and buffers."""
     return {
-        _key(values[node])
+        key_of(values[node])
         for node in program.flat.nodes
         if node.op == "placeholder" and node.name in program.capture.state
     }
-
-
-def _key(x: Tensor) -> Any:
-    return x.untyped_storage()._cdata
-
-
-def _storages(tensors: Iterable[Any]) -> Bytes:
-    return {_key(x): x.untyped_storage().nbytes() for x in tensors if isinstance(x, Tensor)}
-
-
-def _operands(node: Node, values: Values) -> list[Any]:
-    return [values[item] if isinstance(item, Node) else item for item in node.args]
 
 
 class _Count:
@@ -187,7 +161,7 @@ class _Count:
         found: Bytes = {}
         for node in nodes:
             if not is_fused(node, self._values):
-                found |= _storages(self._saved.get(node, ()))
+                found |= storages(self._saved.get(node, ()))
             if isinstance(node.target, ops.Op) or is_fused(node, self._values):
                 found |= self._by_operation(node)
         return self._new(found)
@@ -199,20 +173,22 @@ class _Count:
             return {}
         match node.target:
             case ops.ColumnLinear():
-                return _storages([_operands(node, self._values)[1]])
+                return storages([operands(node, self._values)[1]])
             case ops.VocabularyEmbedding():
-                _, index = _operands(node, self._values)[:2]
+                _, index = operands(node, self._values)[:2]
                 # Where tokens are among this rank's words, and which are.
                 places = index.numel() * (index.element_size() + value.element_size())
                 return {(node, "places"): places}
             case ops.VocabularyLoss():
-                logits, target = _operands(node, self._values)[:2]
+                logits, target = operands(node, self._values)[:2]
                 wide = max(logits.element_size(), 4)
                 # Probabilities; of the targets, their places and two flags each.
                 places = target.numel() * (target.element_size() + 2)
                 return {(node, "probabilities"): logits.numel() * wide, (node, "places"): places}
             case ops.ChunkedLoss() as op:
                 return _of_chunks(node, op, self._values)
+            case ops.ChunkedMlp() as op:
+                return saved_by_mlp(node, op, self._values)
             case ops.Attention():
                 return self._attention(node, self._resolved.ulysses_size)
         return self._attention(node, 1) if is_fused(node, self._values) else {}
@@ -224,21 +200,21 @@ class _Count:
         for node in rerun.nodes:
             for operand in node.all_input_nodes:
                 if operand not in inside:
-                    found |= _storages(pytree.tree_leaves(self._values[operand]))
+                    found |= storages(pytree.tree_leaves(self._values[operand]))
             if not rerun.how.keeps:
                 continue
             if isinstance(node.target, ops.Attention):
-                found |= _storages([self._values[node]])
-                operands = _storages(_operands(node, self._values)[:3])
+                found |= storages([self._values[node]])
+                given = storages(operands(node, self._values)[:3])
                 own = self._attention(node, self._resolved.ulysses_size)
-                found |= {k: v for k, v in own.items() if k not in operands}
-            elif isinstance(node.target, KEPT):
-                found |= _storages([self._values[node]])
+                found |= {k: v for k, v in own.items() if k not in given}
+            elif isinstance(node.target, KEPT) or _is_kept_mlp(node, self._values):
+                found |= storages([self._values[node]])
             elif "attention" in node.meta:
-                operands = _storages(self._values[x] for x in node.all_input_nodes)
+                given = storages(self._values[x] for x in node.all_input_nodes)
                 fused = is_fused(node, self._values)
-                own = self._attention(node, 1) if fused else _storages(self._saved.get(node, ()))
-                found |= {k: v for k, v in own.items() if k not in operands}
+                own = self._attention(node, 1) if fused else storages(self._saved.get(node, ()))
+                found |= {k: v for k, v in own.items() if k not in given}
         return self._new(found)
 
     def _new(self, found: Bytes) -> Bytes:
@@ -246,11 +222,11 @@ class _Count:
 
     def _attention(self, node: Node, degree: int) -> Bytes:
         """Queries, keys, values, the output and its log-sum-exp, of the heads of this rank."""
-        q, k, v = _operands(node, self._values)[:3]
+        q, k, v = operands(node, self._values)[:3]
         wide = accumulator_dtype(q.dtype).itemsize
         if degree == 1:
             lse = {(node, "lse"): q.numel() // q.shape[3] * wide}
-            return _storages([q, k, v, self._values[node]]) | lse
+            return storages([q, k, v, self._values[node]]) | lse
         heads = head_map(q.shape[1], k.shape[1], degree)
         tokens = q.shape[0] * q.shape[2] * degree
         widths = {
@@ -263,25 +239,32 @@ class _Count:
         return found | {(node, "lse"): tokens * heads.rank_queries * wide}
 
 
+def _is_kept_mlp(node: Node, values: Values) -> bool:
+    op = node.target
+    if not isinstance(op, ops.ChunkedMlp) or op.last:
+        return False
+    return number_of(operands(node, values)[0], op.chunks) > 1
+
+
 def _of_chunks(node: Node, op: ops.ChunkedLoss, values: Values) -> Bytes:
-    x, shard, _, _, _, target, _ = _operands(node, values)
-    own = _storages([x if shard is None else shard, target])
+    x, shard, _, _, _, target, _ = operands(node, values)
+    own = storages([x if shard is None else shard, target])
     if op.shared is None:
         return own
     return own | {(node, "lse"): target.numel() * accumulator_dtype(op.dtype).itemsize}
 
 
 def _chunked(node: Node, op: ops.ChunkedLoss, values: Values) -> MemoryRow:
-    x, shard, weight, bias, _, target, classes = _operands(node, values)
+    x, shard, weight, bias, _, target, classes = operands(node, values)
     tokens = target.numel()
     own = _of_chunks(node, op, values)
-    found = _storages([x if shard is None else shard, target])
+    found = storages([x if shard is None else shard, target])
     if op.shared is not None:
         # In place of the targets: their places among this rank's classes, and two flags each.
-        found[_key(target)] = tokens * (target.element_size() + 2)
+        found[key_of(target)] = tokens * (target.element_size() + 2)
 
     def pack(value: Tensor) -> Tensor:
-        if _key(value) not in _storages([x, weight, bias, classes]):
+        if key_of(value) not in storages([x, weight, bias, classes]):
             held.append(value)
         return value
 
@@ -292,7 +275,7 @@ def _chunked(node: Node, op: ops.ChunkedLoss, values: Values) -> MemoryRow:
             op.each(logits, target.reshape(-1), classes)
         else:
             held.append(torch.empty_like(logits, dtype=accumulator_dtype(logits.dtype)))
-    found |= _storages(held)
+    found |= storages(held)
     return MemoryRow(
         what=f"loss_chunks: {op.chunks}",
         where=node.meta["head"],
@@ -300,8 +283,3 @@ def _chunked(node: Node, op: ops.ChunkedLoss, values: Values) -> MemoryRow:
         bytes_kept=sum(own.values()),
         bytes_without=sum(found.values()),
     )
-
-
-def _pattern(paths: Iterable[str]) -> str:
-    patterns = {".".join("*" if p.isdigit() else p for p in path.split(".")) for path in paths}
-    return ", ".join(sorted(patterns))

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from seqcomp.report.attention import WorkRow
 from seqcomp.report.footprint import FootprintRow
-from seqcomp.report.memory import MemoryRow
 from seqcomp.report.rows import CommRow, KernelRow
+from seqcomp.report.storages import MemoryRow
 from seqcomp.report.text import as_text, count_of, pattern, readable
 
 __all__ = [

@@ -294,7 +294,7 @@ def _tensor_parallel(
 
 def _asks_again(user: Node, values: Mapping[Node, Any]) -> bool:
     """Whether the gradients of `user` need its gathered input."""
-    if isinstance(user.target, ops.ChunkedLoss):
+    if isinstance(user.target, ops.ChunkedLoss | ops.ChunkedMlp):
         return bool(values[user].requires_grad)
     return bool(_operands(user, values)[2].requires_grad)
 

@@ -15,6 +15,8 @@ What a region keeps (``keeps``) is what is dear to make again, for what it costs
   weight gradients together (see ``Regathered``), so that no more is sent than without a region.
 * not matrix products, norms and other work on single tokens: they send nothing, and a byte of
   their results stands for h FLOPs or fewer, where h is the hidden width, beside s in attention.
+  An MLP that runs in chunks of tokens would be made a third time for what reads its result in the
+  second run, where anything does: that one result is kept (see runtime/chunked_mlp.py).
 
 A second run gives kept results back in the order in which they were made. Values that autograd
 saves are matched by torch in the order of saving; a kept result has no node that saves anything
@@ -33,9 +35,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from seqcomp.runtime.offload import Offload
+from seqcomp.runtime.opaque_calls import keeps
 from seqcomp.runtime.traffic import Traffic
 
 aten = torch.ops.aten
@@ -143,6 +150,11 @@ class Recompute:
         self._region: _Region | None = None
         self._offload = Offload()
 
+    @property
+    def is_again(self) -> bool:
+        """Whether a second run is going on of a region that keeps what is dear."""
+        return self._region is not None and self._region.open and self._region.again
+
     def keep(self, make: Callable[[], Sequence[Any]], /) -> Values:
         """`make()`, or in a second run what it gave in the first. Without gradients."""
         region = self._region
@@ -182,11 +194,22 @@ class Recompute:
     ) -> Callable[..., Any]:
         """`forward(module, *values)` as a region. The last `weights` values are parameters."""
 
-        # A compiler would run the block again by its own rules.
-        @torch.compiler.disable
         def run(module: Any, *values: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(module, *values)
+            if torch.compiler.is_dynamo_compiling() and not how.offload:
+                return traced(module, *values)
+            return recorded(module, *values)
+
+        def traced(module: Any, *values: Any) -> Any:
+            return checkpoint(
+                lambda: forward(module, *values),
+                use_reentrant=False,
+                context_fn=_keep_dear if how.keeps else _keep_none,
+            )
+
+        @torch.compiler.disable
+        def recorded(module: Any, *values: Any) -> Any:
             count = len(values) - weights
             code = functools.partial(_run, forward, module, values[count:])
             saved = self._offload.of(values[:count]) if how.offload else contextlib.nullcontext()
@@ -221,6 +244,21 @@ class Recompute:
                 yield
         finally:
             self._region, self._traffic.again = outer, counted
+
+
+def _keep_none() -> tuple[Any, Any]:
+    """For who traces: nothing is kept."""
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
+
+
+def _keep_dear() -> tuple[Any, Any]:
+    """For who traces: the same results are kept as without a compiler."""
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        dear = op in KERNELS or keeps(op, args)
+        return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.MUST_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _run(

@@ -76,7 +76,8 @@ def _counts(gpus: int) -> Iterator[int]:
 
 
 def _longest(pricer: Pricer, space: Space, gpus: int) -> Iterator[Change]:
-    """The greatest length that fits, if the shortest does."""
+    """A length that fits, if the shortest does, of which the next does not; nearly always the
+    greatest: where MLPs begin to run in chunks, a longer sequence may hold less."""
     unit = 2 * gpus
 
     def at(units: int) -> Held | None:

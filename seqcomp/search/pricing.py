@@ -122,7 +122,8 @@ class Bounded:
 
     def _level(self, degrees: Degrees) -> Checkpoint | None:
         if degrees not in self.levels:
-            thrifty = list(thriftiest_of(degrees, self.limits, self.space))
+            one = replace(self.space, checkpoint=self.space.checkpoint[-1:])
+            thrifty = list(thriftiest_of(degrees, self.limits, one))
             self.levels[degrees] = next(
                 (
                     level

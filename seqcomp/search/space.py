@@ -132,20 +132,20 @@ def arrangements_of(
 
 
 def thriftiest_of(degrees: Degrees, limits: Limits, space: Space) -> Iterator[Composition]:
-    """The compositions that hold least: all given up for memory, whole or fully sharded.
+    """The compositions that may hold least: all given up for memory, whole or fully sharded.
 
-    Orders and layouts change what is sent and when, not what is held, but for padding.
+    Orders and layouts change what is sent and when, not what is held, but for padding. Of long
+    sequences either kind of checkpoint may hold least: ``block`` keeps less, but the MLPs of
+    ``selective`` run in chunks.
     """
     legal = arrangements_of(degrees, degrees.axes, limits, space)
-    arranged = replace(
-        min(legal, key=lambda composition: composition.factor),
-        checkpoint=space.checkpoint[-1],
-        loss_chunks=space.loss_chunks[-1],
-    )
+    first = min(legal, key=lambda composition: composition.factor)
     free = tuple(axis for axis in degrees.axes if axis != "tensor")
-    if free and space.fsdp:
-        yield replace(arranged, fsdp=free)
-    yield arranged
+    for checkpoint in space.checkpoint[-2:]:
+        arranged = replace(first, checkpoint=checkpoint, loss_chunks=space.loss_chunks[-1])
+        if free and space.fsdp:
+            yield replace(arranged, fsdp=free)
+        yield arranged
 
 
 def all_compositions(

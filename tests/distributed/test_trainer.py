@@ -44,8 +44,8 @@ def test_training_is_what_the_trainer_does_alone(tmp_path: Path) -> None:
     launch(tmp_path, "plans", *ranks)
     names = sorted(file.stem for file in tmp_path.glob("*.*.json"))
     assert names == [
-        "full.data", "full.fsdp", "full.mean", "full.own", "full.resumed", "full.ring",
-        "lora.ulysses",
+        "adam.fsdp", "adam.megatron", "bf16.megatron", "full.data", "full.mean", "full.own",
+        "full.resumed", "full.ring", "lora.fsdp", "lora.ulysses",
     ]  # fmt: skip
     for name in names:
         want, seen = (
@@ -55,9 +55,12 @@ def test_training_is_what_the_trainer_does_alone(tmp_path: Path) -> None:
         assert len(wanted) == 4
         assert wanted[4][0] < wanted[1][0] - 0.1, "nothing was learned"
         assert found.keys() == wanted.keys(), name
+        low = name.startswith("bf16")
         for step, values in found.items():
-            assert values == pytest.approx(wanted[step], rel=2e-4, abs=1e-5), (name, step)
-            assert values[0] == pytest.approx(wanted[step][0], rel=5e-6), (name, step)
+            norm = 2e-3 if low else 2e-4
+            assert values == pytest.approx(wanted[step], rel=norm, abs=1e-5), (name, step)
+            near = 2e-4 if low else 5e-6
+            assert values[0] == pytest.approx(wanted[step][0], rel=near), (name, step)
         # The Trainer evaluates means over batches, of one rank where the loss is not the model's.
         near = 1e-4 if name == "full.own" else 1e-6
         if "eval" in seen:
@@ -67,9 +70,19 @@ def test_training_is_what_the_trainer_does_alone(tmp_path: Path) -> None:
         trained = torch.load(tmp_path / f"{name}.pt")
         assert trained.keys() == weights.keys()
         for key, value in weights.items():
-            assert (trained[key] - value).abs().max() <= 1e-5 * value.abs().max() + 1e-7, key
+            near = 1e-2 if low else 1e-5
+            assert (trained[key] - value).abs().max() <= near * value.abs().max() + 1e-7, key
     # What is saved is whole, wherever the parameters lived.
-    saved = load_file(tmp_path / "full.fsdp.saved" / "model.safetensors")
-    wanted = load_file(tmp_path / "full.saved" / "model.safetensors")
+    saved = load_file(tmp_path / "adam.fsdp.saved" / "model.safetensors")
+    wanted = load_file(tmp_path / "adam.saved" / "model.safetensors")
     assert saved.keys() == wanted.keys()
     assert all(torch.allclose(saved[key], wanted[key], atol=1e-5) for key in wanted)
+    # An optimizer's file is one process's, whatever the plan was.
+    files = [
+        torch.load(tmp_path / name / "checkpoint-2" / "optimizer.pt", weights_only=True)
+        for name in ("adam.fsdp", "lora.ulysses")
+    ]
+    for file in files:
+        numbers = [n for group in file["param_groups"] for n in group["params"]]
+        assert sorted(file["state"]) == sorted(numbers)
+        assert all(type(x) is torch.Tensor for own in file["state"].values() for x in own.values())

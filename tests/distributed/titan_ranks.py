@@ -15,6 +15,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from titan_pretrain import pretrain
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+import seqcomp
 
 SMALL: dict[str, Any] = {"layers": 2, "seq_len": 32, "steps": 3}
 
@@ -22,6 +25,11 @@ SMALL: dict[str, Any] = {"layers": 2, "seq_len": 32, "steps": 3}
 def run(folder: Path, name: str, plan: str | None, rows: int, load: int | None = None) -> None:
     """Trains three steps; `load` goes on after a step of the run that saved its checkpoints."""
     config = pretrain(plan, **SMALL, local_batch_size=rows, out=str(folder / "titan"))
+    if name == "data":
+        config.compile.enable, config.compile.backend = True, "aot_eager"
+        config.compile.components = ["model"]
+    if name == "ring":
+        config.activation_checkpoint = FullAC.Config()
     saves = name == "ring"
     if saves or load is not None:
         config.checkpoint.enable, config.checkpoint.interval = True, 1
@@ -38,6 +46,12 @@ def run(folder: Path, name: str, plan: str | None, rows: int, load: int | None =
 
     trainer.metrics_processor.log = keep
     trainer.train()
+    if plan is not None:
+        (model,) = trainer.model_parts
+        rows_of = [row.what for row in seqcomp.of(model).report().memory]
+        assert rows_of == (["checkpoint: block"] if name == "ring" else [])
+        compiled = [block._compiled_call_impl is not None for block in model.layers.values()]
+        assert compiled == [name == "data"] * 2
     if torch.distributed.get_rank() == 0:
         (folder / f"{name}.json").write_text(json.dumps(logged))
     if load is not None:

@@ -15,7 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from trainer_finetune import build_trainer
 
+import seqcomp
+
 SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.5, "length": 32}
+
+# A small epsilon makes a sign of each gradient, of noise too.
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "adam_epsilon": 1e-3}
+SAVES = {"save_strategy": "steps", "save_steps": 2}
 
 EVALUATED = ("full", "full.ring", "full.data", "full.own")
 
@@ -36,6 +42,8 @@ def run(folder: Path, name: str, plan: Any, *, lora: bool = False, **changes: An
     if own_loss:
         trainer.compute_loss_func = summed
     trainer.train(resume_from_checkpoint=resume)
+    if plan is not None:
+        _check_products(trainer, torch.bfloat16 if changes.get("bf16") else torch.float32)
     seen = {"log": trainer.state.log_history}
     if name in EVALUATED:
         seen["eval"] = trainer.evaluate()["eval_loss"]
@@ -50,23 +58,39 @@ def run(folder: Path, name: str, plan: Any, *, lora: bool = False, **changes: An
     return trainer
 
 
+def _check_products(trainer: Any, dtype: torch.dtype) -> None:
+    """In which dtype the model's linears are computed."""
+    model = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+    program = seqcomp.of(model).programs[-1]
+    linears = [n for n in program.flat.nodes if str(n.target) == "aten.linear.default"]
+    assert {n.meta["val"].dtype for n in linears} == {dtype}
+
+
 def main() -> None:
     """The Trainer alone, or under every plan on the two ranks of one launch."""
     folder, alone = Path(sys.argv[1]), sys.argv[2] == "alone"
     torch.set_num_threads(1)
     if alone:
         run(folder, "full", None)
-        run(folder, "lora", None, lora=True)
+        run(folder, "bf16", None, bf16=True)
+        run(folder, "adam", None, **ADAM)
+        run(folder, "lora", None, lora=True, **ADAM)
         return
-    run(folder, "lora.ulysses", "ulysses_2", lora=True)
-    run(folder, "full.ring", "ring_2", save_strategy="steps", save_steps=2)
+    run(folder, "lora.ulysses", "ulysses_2", lora=True, **ADAM, **SAVES)
+    # One goes on from what another plan saved, whose parameters were divided otherwise.
+    half = str(folder / "lora.ulysses" / "checkpoint-2")
+    run(folder, "lora.fsdp", "ring_2+fsdp", lora=True, **ADAM, resume=half)
+    run(folder, "adam.fsdp", "ring_2+fsdp", **ADAM, **SAVES)
+    half = str(folder / "adam.fsdp" / "checkpoint-2")
+    run(folder, "adam.megatron", "megatron_sp_2", **ADAM, resume=half)
+    run(folder, "bf16.megatron", "megatron_sp_2", bf16=True)
+    run(folder, "full.ring", "ring_2", **SAVES)
     run(folder, "full.resumed", "ring_2", resume=str(folder / "full.ring" / "checkpoint-2"))
     halves = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 4}
     run(folder, "full.data", "data_2", **halves)
     run(folder, "full.own", "data_2", own_loss=True, **halves)
     mean = {"mesh": {"data": 2}, "strategies": {"data": {"gradients": "mean"}}}
     run(folder, "full.mean", mean, own_loss=True, **halves)
-    run(folder, "full.fsdp", "ring_2+fsdp")
     dist.destroy_process_group()
 
 

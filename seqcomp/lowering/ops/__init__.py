@@ -25,6 +25,7 @@ from seqcomp.lowering.ops.compute import (
 )
 from seqcomp.lowering.ops.dropout import Dealt, Dropout, DropPairs
 from seqcomp.lowering.ops.loss import ChunkedLoss, Step
+from seqcomp.lowering.ops.mlp import ChunkedMlp
 from seqcomp.lowering.ops.moves import (
     AllReduce,
     AllToAll,
@@ -49,6 +50,7 @@ __all__ = [
     "AllToAll",
     "Attention",
     "ChunkedLoss",
+    "ChunkedMlp",
     "ColumnLinear",
     "Constant",
     "Dealt",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from seqcomp.report.footprint import FootprintRow
 from seqcomp.report.html.markup import Markup, el, joined, percent
-from seqcomp.report.memory import MemoryRow
 from seqcomp.report.render import memory_line, readable
+from seqcomp.report.storages import MemoryRow
 
 HUES = 8
 

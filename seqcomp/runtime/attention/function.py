@@ -169,7 +169,7 @@ class _Attention(torch.autograd.Function):
             dout = ulysses.to_heads((dout,), slots, comm, phase="backward", label=ctx.label)[0]
         if ctx.with_lse:
             dout, out = lse_gradient.columns(dout, out)
-        dout = dout.contiguous()
+        dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
         grads, trained = ring.backward(ctx.ring, dout, q, k, v, out, lse)
         dq, dk, dv = (grad.to(q.dtype) for grad in grads)
         d_sinks = None

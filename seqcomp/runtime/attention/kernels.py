@@ -12,7 +12,7 @@ sees nothing gets out = 0 and lse = -inf.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,12 +32,14 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Kernel:
-    """``grouped``: takes fewer KV heads than query heads and returns dk, dv for the KV heads."""
+    """``grouped``: takes fewer KV heads than query heads and returns dk, dv for the KV heads.
+    ``whole``: causal squares of up to so many rows are computed whole, masks taken; 0: none are."""
 
     name: str
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., Grads]
     grouped: bool
+    whole: int = 0
 
 
 def kernel(name: str, *, group: int = 1, softcap: float = 0.0) -> Kernel:
@@ -117,9 +119,11 @@ def _cpu_flash_backward(
     scale: float,
     mask: Tensor | None = None,
 ) -> Grads:
-    bias = None if mask is None else _bias(mask, q, k)
+    bias = None
+    if mask is not None:  # without one every query sees something
+        bias, lse = _bias(mask, q, k), _finite(lse)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, _finite(lse), 0.0, causal, attn_mask=bias, scale=scale
+        dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
 
 
@@ -330,7 +334,7 @@ def _lifting(inner: Kernel) -> Kernel:
             return hidden_rows.backward(inner.backward, *tensors, mask=mask, **how)
         return inner.backward(*tensors, mask=mask, **how)
 
-    return Kernel(inner.name, forward, backward, grouped=inner.grouped)
+    return replace(inner, forward=forward, backward=backward)
 
 
 def _expanding(inner: Kernel, group: int) -> Kernel:
@@ -364,7 +368,7 @@ def _expanding(inner: Kernel, group: int) -> Kernel:
         dq, dk, dv = inner.backward(dout, q, k, v, out, lse, causal=causal, scale=scale, mask=mask)
         return dq, _sum_groups(dk, group), _sum_groups(dv, group)
 
-    return Kernel(inner.name, forward, backward, grouped=True)
+    return replace(inner, forward=forward, backward=backward, grouped=True)
 
 
 def _repeat(x: Tensor, group: int) -> Tensor:
@@ -377,7 +381,9 @@ def _sum_groups(x: Tensor, group: int) -> Tensor:
 
 _KERNELS = {
     "math": Kernel("math", math_kernel.forward, math_kernel.backward, grouped=True),
-    "cpu_flash": Kernel("cpu_flash", _cpu_flash_forward, _cpu_flash_backward, grouped=True),
+    "cpu_flash": Kernel(
+        "cpu_flash", _cpu_flash_forward, _cpu_flash_backward, grouped=True, whole=512
+    ),
     "cuda_flash": Kernel("cuda_flash", _cuda_flash_forward, _cuda_flash_backward, grouped=True),
     "cuda_efficient": Kernel(
         "cuda_efficient", _cuda_efficient_forward, _cuda_efficient_backward, grouped=False

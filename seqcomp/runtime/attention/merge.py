@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seqcomp.runtime.attention.untouched import Untouched
+
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32, or fp64 for fp64."""
@@ -37,10 +39,12 @@ class SoftmaxAccumulator:
         self._given: tuple[Tensor, ...] = ()  # of the first part, where it is the accumulator
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
+        self._untouched = Untouched(rows)
 
     def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
         """Merge a part for the rows [start, stop); leaves ``out`` and ``lse`` as they are."""
         dtype = accumulator_dtype(out.dtype)
+        first = self._untouched.take(start, stop)
         if self._out is None and (start, stop) == (0, self._rows):
             self._out, self._lse, self._given = out.to(dtype), lse.to(dtype), (out, lse)
             return
@@ -54,7 +58,13 @@ class SoftmaxAccumulator:
             for x in (self._out, self._lse)
         )
         self._given = ()
-        merge_(self._out[..., start:stop, :], self._lse[..., start:stop], out, lse.to(dtype))
+        own, own_lse = self._out[..., start:stop, :], self._lse[..., start:stop]
+        if first == [range(start, stop)]:
+            own.copy_(out)
+            own_lse.copy_(lse)
+            return
+        self._clear(first)
+        merge_(own, own_lse, out, lse.to(dtype))
 
     def result(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """(out in accumulator dtype, lse); ``like`` [..., S, d] shapes a result without parts."""
@@ -62,9 +72,19 @@ class SoftmaxAccumulator:
             self._allocate(like, accumulator_dtype(like.dtype))
         assert self._out is not None
         assert self._lse is not None
+        self._clear(self._untouched.take(0, self._rows))
         return self._out, self._lse
 
     def _allocate(self, like: Tensor, dtype: torch.dtype) -> None:
-        shape = (*like.shape[:-2], self._rows, like.shape[-1])
-        self._out = like.new_zeros(shape, dtype=dtype)
-        self._lse = like.new_full(shape[:-1], float("-inf"), dtype=dtype)
+        *batch, heads, _, width = like.shape
+        shape = (*batch, self._rows, heads, width)
+        # The heads of a token side by side, as in what kernels return.
+        self._out = like.new_empty(shape, dtype=dtype).transpose(-3, -2)
+        self._lse = like.new_empty(shape[:-1], dtype=dtype).transpose(-2, -1)
+
+    def _clear(self, ranges: list[range]) -> None:
+        assert self._out is not None
+        assert self._lse is not None
+        for own in ranges:
+            self._out[..., own.start : own.stop, :] = 0
+            self._lse[..., own.start : own.stop] = float("-inf")

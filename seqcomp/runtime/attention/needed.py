@@ -17,7 +17,6 @@ from torch import Tensor
 
 from seqcomp.layout.travel import Intervals, Travel
 from seqcomp.runtime.attention.merge import accumulator_dtype
-from seqcomp.runtime.attention.sums import Part, summed
 from seqcomp.runtime.comm import Communicator, Pending
 from seqcomp.runtime.traffic import Phase
 
@@ -104,14 +103,13 @@ class Returned:
         nothing = k.new_empty(0, dtype=accumulator_dtype(k.dtype))
         self._kept = [nothing] * route.comm.size
 
-    def add(self, source: int, parts: list[Part]) -> None:
-        """What the tiles of the block of ``source`` give to its keys, places as it arrived."""
+    def add(self, source: int, given: tuple[Tensor, Tensor]) -> None:
+        """Takes ownership of dk and dv of the block of ``source``, of the keys that arrived."""
         route, comm = self._route, self._route.comm
         if source == comm.rank:
-            self._home = summed(self._like, parts)
+            self._home = given
             return
-        count = route.travel.count(comm.rank, source)
-        far = _flat(summed(_sized(self._like, count), parts)) if count else None
+        far = _flat(given) if route.travel.count(comm.rank, source) else None
         if route.gathered:
             self._kept[source] = self._kept[source] if far is None else far
             return
@@ -183,11 +181,6 @@ def _unpacked(row: Tensor, like: tuple[Tensor, Tensor], count: int) -> tuple[Ten
 
 def _room(like: tuple[Tensor, Tensor], count: int, dtype: torch.dtype | None = None) -> Tensor:
     return like[0].new_empty(sum(_elements(x, count) for x in like), dtype=dtype)
-
-
-def _sized(like: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
-    k, v = (x.new_empty((*x.shape[:2], count, x.shape[3])) for x in like)
-    return k, v
 
 
 def _elements(x: Tensor, count: int) -> int:

@@ -28,7 +28,7 @@ from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
 from seqcomp.runtime.attention.needed import Returned, Route
 from seqcomp.runtime.attention.pair_dropout import RingDropout
-from seqcomp.runtime.attention.sums import Part, TokenSum, summed
+from seqcomp.runtime.attention.sums import TokenSum
 from seqcomp.runtime.attention.tile_mask import TileMask
 from seqcomp.runtime.attention.tiling import Tiling
 from seqcomp.runtime.comm import Communicator, Pending
@@ -87,6 +87,10 @@ class Ring:
         """Of a PARTIAL tile."""
         return self.tiling.mask(task, self.rank, source, self.heads)
 
+    def masks(self, task: TileTask) -> bool:
+        """Whether the mask of an ANTICAUSAL tile costs less than to turn its tokens round."""
+        return task.q_stop - task.q_start <= self.kernel.whole
+
     def how(self, task: TileTask, source: int) -> dict[str, Any]:
         """What kernels are told besides tensors and masks."""
         if self.dropout is None:
@@ -119,7 +123,8 @@ def backward(
     trained = [torch.zeros_like(x) for x in ring.tiling.trained]
     route = _gradients(ring, k, v)
     for source, k_block, v_block in _blocks(ring, k, v, "backward"):
-        parts = []
+        # Not kept apart: the keys of all tiles together may be many times those of the block.
+        dk, dv = TokenSum(k_block), TokenSum(v_block)
         for task in ring.tasks(source):
             grads = _backward_tile(ring, task, source, (dout, q, out, lse), (k_block, v_block))
             dq.add(task.q_start, task.q_stop, grads[0])
@@ -128,10 +133,10 @@ def backward(
                     trained, ring, task, source, (dout, q, out, lse), (k_block, v_block)
                 )
             keys = ring.keys(task, source)
-            parts.append((keys.start, keys.stop, grads[1], grads[2]))
-        route.add(source, parts)
-    dk, dv = route.result()
-    return (dq.result(), dk, dv), trained
+            dk.add(keys.start, keys.stop, grads[1])
+            dv.add(keys.start, keys.stop, grads[2])
+        route.add(source, (dk.result(), dv.result()))
+    return (dq.result(), *route.result()), trained
 
 
 def _blocks(ring: Ring, k: Tensor, v: Tensor, phase: Phase) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -165,27 +170,28 @@ def _pass_on(ring: Ring, comm: Communicator, tensors: tuple[Tensor, ...], phase:
 def _gradients(ring: Ring, k: Tensor, v: Tensor) -> Returned | _Gathered | _Travelling:
     if ring.route is not None:
         return ring.route.gradients(k, v)
-    return _Gathered(ring, k, v) if ring.gathered and ring.size > 1 else _Travelling(ring, k, v)
+    return _Gathered(ring, k, v) if ring.gathered and ring.size > 1 else _Travelling(ring)
 
 
 class _Travelling:
     """dK/dV accumulators that follow their block round the ring."""
 
-    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
+    def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._like = (k, v)
         self._home: tuple[Tensor, Tensor] | None = None
         self._arriving: Pending | None = None
 
-    def add(self, source: int, parts: list[Part]) -> None:
+    def add(self, source: int, given: tuple[Tensor, Tensor]) -> None:
+        """Takes ownership of dk and dv of the block of ``source``."""
         ring = self._ring
         if source == ring.rank:
-            self._home = summed(self._like, parts)
+            self._home = given
             return
         assert ring.comm is not None
-        # What arrives is a buffer of our own: it may be added to until it is sent on.
-        arrived = None if self._arriving is None else self._arriving.wait()
-        self._arriving = _pass_on(ring, ring.comm, summed(self._like, parts, arrived), "backward")
+        if self._arriving is not None:
+            for own, arrived in zip(given, self._arriving.wait(), strict=True):
+                own.add_(arrived)
+        self._arriving = _pass_on(ring, ring.comm, given, "backward")
 
     def result(self) -> tuple[Tensor, Tensor]:
         assert self._home is not None
@@ -206,13 +212,11 @@ class _Gathered:
         self._shapes = (k.shape, v.shape)
         self._sizes = (k.numel(), v.numel())
         dtype = accumulator_dtype(k.dtype)
-        self._rows = k.new_zeros((ring.size, sum(self._sizes)), dtype=dtype)
+        self._rows = k.new_empty((ring.size, sum(self._sizes)), dtype=dtype)
 
-    def add(self, source: int, parts: list[Part]) -> None:
-        dk, dv = self._split(self._rows[source])
-        for start, stop, dk_part, dv_part in parts:
-            dk[:, :, start:stop] += dk_part
-            dv[:, :, start:stop] += dv_part
+    def add(self, source: int, given: tuple[Tensor, Tensor]) -> None:
+        for row, part in zip(self._split(self._rows[source]), given, strict=True):
+            row.copy_(part)
 
     def result(self) -> tuple[Tensor, Tensor]:
         total = self._comm.reduce_scatter(self._rows, phase="backward", label=self._ring.label)
@@ -233,6 +237,8 @@ def _forward_tile(
         mask = ring.mask(task, source)
         return ring.masked.forward(q, k, v, causal=False, mask=mask, **how)
     if task.kind is Tile.ANTICAUSAL:
+        if ring.masks(task):
+            return ring.kernel.forward(q, k, v, causal=False, mask=_upper(q), **how)
         q, k, v = (_reversed(x) for x in (q, k, v))
         found = ring.kernel.forward(q, k, v, causal=True, **how)
         return _reversed(found[0]), _reversed(found[1])
@@ -263,10 +269,18 @@ def _without_mask(
     ring: Ring, task: TileTask, tensors: tuple[Tensor, ...], how: dict[str, Any]
 ) -> Grads:
     if task.kind is Tile.ANTICAUSAL:
+        if ring.masks(task):
+            return ring.kernel.backward(*tensors, causal=False, mask=_upper(tensors[1]), **how)
         tensors = tuple(_reversed(x) for x in tensors)
         dq, dk, dv = ring.kernel.backward(*tensors, causal=True, **how)
         return _reversed(dq), _reversed(dk), _reversed(dv)
     return ring.kernel.backward(*tensors, causal=task.kind is Tile.CAUSAL, **how)
+
+
+def _upper(q: Tensor) -> Tensor:
+    """The mask of an ANTICAUSAL tile, to be added."""
+    rows, dtype = q.shape[2], accumulator_dtype(q.dtype)
+    return torch.full((rows, rows), -torch.inf, dtype=dtype, device=q.device).tril_(-1)
 
 
 def _reversed(x: Tensor) -> Tensor:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from seqcomp.runtime.attention.merge import accumulator_dtype
-
-Part = tuple[int, int, Tensor, Tensor]
-"""Keys [start, stop) of a block with what one tile gives to their dk and dv."""
+from seqcomp.runtime.attention.untouched import Untouched
 
 
 class TokenSum:
@@ -20,29 +16,32 @@ class TokenSum:
         self._like = like
         self._dtype = accumulator_dtype(like.dtype)
         self._total: Tensor | None = None
+        self._untouched = Untouched(like.shape[2])
 
     def add(self, start: int, stop: int, part: Tensor) -> None:
         """Takes ownership of ``part``."""
+        first = self._untouched.take(start, stop)
         if self._total is None and stop - start == self._like.shape[2]:
             self._total = part.to(self._dtype)
-        else:
-            self.result()[:, :, start:stop] += part
+            return
+        if self._total is None:
+            # The heads of a token side by side, as in what kernels return.
+            shape = self._like.transpose(1, 2).shape
+            self._total = self._like.new_empty(shape, dtype=self._dtype).transpose(1, 2)
+        own = self._total[:, :, start:stop]
+        if first == [range(start, stop)]:
+            own.copy_(part)
+            return
+        self._clear(first)
+        own += part
 
     def result(self) -> Tensor:
         if self._total is None:
-            self._total = torch.zeros_like(self._like, dtype=self._dtype)
+            return torch.zeros_like(self._like, dtype=self._dtype)
+        self._clear(self._untouched.take(0, self._like.shape[2]))
         return self._total
 
-
-def summed(
-    like: tuple[Tensor, Tensor], parts: Sequence[Part], onto: Sequence[Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """dk and dv of a block shaped as ``like``; takes ownership of what is added up."""
-    dk, dv = (TokenSum(x) for x in like)
-    if onto is not None:
-        for total, tensor in zip((dk, dv), onto, strict=True):
-            total.add(0, tensor.shape[2], tensor)
-    for start, stop, dk_part, dv_part in parts:
-        dk.add(start, stop, dk_part)
-        dv.add(start, stop, dv_part)
-    return dk.result(), dv.result()
+    def _clear(self, ranges: list[range]) -> None:
+        assert self._total is not None
+        for own in ranges:
+            self._total[:, :, own.start : own.stop] = 0

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from seqcomp.layout.cuts import Grain, cut
 from seqcomp.layout.masks import Mask, Tile, TileTask, tiles
 from seqcomp.layout.sequence import SequenceLayout, slice_ranges
 from seqcomp.layout.travel import Intervals, Travel, travel_of, united
@@ -27,7 +28,10 @@ from seqcomp.runtime.attention.tile_mask import TileMask
 from seqcomp.runtime.positions import positions
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
-CPU_PARTS = 8  # its flash kernel takes twice as long for a pair of a triangle as of a rectangle
+# The CPU's flash kernel skips keys in blocks of 512: smaller triangles cost as much as squares, and
+# tiles of less than 128 rows and keys cost more in copies and sums than they spare.
+CPU_PARTS = 2
+CPU_GRAIN = Grain(smallest=128, largest=2048)
 LONGEST_MASK = 4096  # keys of one tile that needs a mask: what is evaluated stays O(tile)
 
 
@@ -82,7 +86,8 @@ class StaticTiling(Tiling):
             keys = self._ranges(source)
             keys = keys if self.real is None else before(keys, self.real)
             parts = CPU_PARTS if self.device.type == "cpu" else 1
-            self._known[rank, source] = tiles(self.rule, self._ranges(rank), keys, parts=parts)
+            found = tiles(self.rule, self._ranges(rank), keys, parts=parts)
+            self._known[rank, source] = _for_kernels(found, self.device)
         return self._known[rank, source]
 
     def travel(self) -> Travel | None:
@@ -270,7 +275,8 @@ class DataTiling(Tiling):
                 ):
                     kinds[index, index] = CAUSAL
         found = tasks_of(kinds, len(q), len(k), block)
-        return tuple(part for task in found for part in _short(task))
+        found = tuple(part for task in found for part in _short(task))
+        return _for_kernels(found, self._device)
 
     def _is_triangle(self, q: Tensor, k: Tensor) -> bool:
         """Whether each query sees exactly the keys up to its own place."""
@@ -323,6 +329,10 @@ class DataTiling(Tiling):
                 found = self._mask.evaluate(self._leaves, q, part).double().amax(-1)
                 best = torch.maximum(best, found)
         return best
+
+
+def _for_kernels(tasks: tuple[TileTask, ...], device: torch.device) -> tuple[TileTask, ...]:
+    return cut(tasks, CPU_GRAIN) if device.type == "cpu" else tasks
 
 
 def _of_heads(x: Tensor, heads: Sequence[int]) -> Tensor:

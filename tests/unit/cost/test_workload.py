@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import seqcomp
-from seqcomp.cost.memory import memory_rows
+from seqcomp.cost.memory import made_again, memory_rows
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
-from seqcomp.cost.workload import workload_of
+from seqcomp.cost.workload import widths_of, workload_of
 from seqcomp.plan.load import load_plan
 from tests.fixtures.pricing import planned
 
@@ -102,3 +102,17 @@ def test_windows_send_what_is_seen() -> None:
     forward = [sum(s.bytes_sent for s in b.attention if s.phase == "forward") for b in (own, whole)]
     assert forward[0] <= 3 * 2 * 4 * 8 * 2
     assert forward[1] == 3 * 16 * 2 * 4 * 8 * 2
+
+
+@pytest.mark.parametrize("plan", ["ring_2", "usp_2x2+megatron_sp_2"])
+@pytest.mark.parametrize("length", [512, 16384])
+def test_what_runs_again(plan: str, length: int) -> None:
+    """The second run of a block; of a long one the MLP runs in chunks of tokens."""
+    selective = with_memory(plan, checkpoint="selective")
+    report = seqcomp.explain(LLAMA, selective, seq_len=length, dtype="bf16")
+    (said,) = [row.bytes for row in report.footprint if row.what == "recomputed block"]
+    resolved, run = planned(selective, SHAPE, length), Run(length, 1, "bf16")
+    (block,) = SHAPE.blocks
+    found = made_again(resolved, SHAPE, block, widths_of(resolved, run), run)
+    assert found == pytest.approx(said, rel=0.02)
+    assert any("chunks of tokens" in row.what for row in report.memory) == (length > 512)

@@ -18,6 +18,7 @@ from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import plans
 from tests.fixtures.again import loss_of, trained, with_memory, worked
 from tests.fixtures.compare import FP64, compare_grads, reference, value_distance
+from tests.fixtures.live import Live
 from tests.fixtures.models import M0, Spec, build, inputs
 
 RING, USP = plans.ring(2, "zigzag"), plans.usp(2, 2, "zigzag")
@@ -187,3 +188,30 @@ def test_what_is_not_done_is_a_finding() -> None:
     found = lockstep(seeded(Taken), plan, codes, inputs=inputs())[0]
     assert {"SC415", "SC416"} <= found
     assert "SC415" not in lockstep(build, plan, codes, inputs=inputs())[0]
+
+
+def test_the_peak_does_not_grow_with_the_vocabulary() -> None:
+    """But by what the weights of embedding and head need: gradients, their sums, and copies."""
+    hidden, seq, narrow, wide = 16, 512, 96, 1536
+    small, large = (
+        _peak(Spec(hidden=hidden, vocab=vocab, layers=1), seq, loss_chunks=64)
+        for vocab in (narrow, wide)
+    )
+    more = wide - narrow
+    assert large - small <= 9 * more * hidden * 8
+    # The logits of a rank's tokens alone would be more.
+    assert more * seq // 2 * 8 > 1.5 * (large - small)
+
+
+def _peak(spec: Spec, seq: int, **memory: Any) -> int:
+    """The most that lives of what a step makes on a rank of a ring of 2, in bytes."""
+
+    def step(model: nn.Module, context: Any, local: dict[str, Any]) -> int:
+        loss_of(model, local).backward()
+        model.zero_grad()
+        with Live() as live:
+            loss_of(model, local).backward()
+        return live.peak
+
+    plan = with_memory(RING, **memory)
+    return max(lockstep(lambda: build(spec), plan, step, inputs=inputs(spec, batch=1, seq=seq)))

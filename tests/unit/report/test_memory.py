@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from seqcomp.report.memory import MemoryRow
+from seqcomp.report.storages import MemoryRow
 from seqcomp.runtime import recompute
 from tests.fixtures import plans
 from tests.fixtures.again import with_memory, worked
