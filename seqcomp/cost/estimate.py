@@ -210,6 +210,6 @@ def _too_many(plan: ResolvedPlan, cluster: Cluster) -> Diagnostic:
         message=f"the plan has {plan.world_size} ranks, the cluster {cluster.name!r} "
         f"{cluster.gpus} GPUs",
         found=plan.world_size,
-        legal=f"at most {cluster.gpus} = {cluster.max_nodes} nodes x {cluster.gpus_per_node}",
+        legal=f"at most {cluster.gpus} ({cluster.max_nodes} x {cluster.gpus_per_node})",
         help="make an axis of mesh smaller",
     )

@@ -66,7 +66,10 @@ class Consensus:
             outcomes = self._agreement.exchange(failure is None, text)
         if outcomes is None:
             return
-        raise _joint_error(outcomes) from failure
+        joint = _joint_error(outcomes)
+        if failure is not None and str(failure) == str(joint):
+            raise failure  # the same on all ranks: it is shown once, from where it arose
+        raise joint from failure
 
 
 def agree(context: RankContext, failure: PlanError | None, facts: Mapping[str, str]) -> None:
