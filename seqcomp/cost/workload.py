@@ -117,7 +117,7 @@ def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> Blo
     tensor = _tensor(plan, shape)
     layout = plan.layout_for(run.seq_len, model.all_causal)
     travel = travel_of(block.rule, layout, run.seq_len) if block.mask == "window" else None
-    ring_rank = plan.ring_size - 1  # the last one sends most, if they differ
+    ring_rank = 0 if travel is None else travel.busiest
     attention = attention_steps(plan, shape, travel=travel, ring_rank=ring_rank)
     checkpoint = plan.plan.memory.checkpoint
     again: tuple[CommStep, ...] = ()
