@@ -163,8 +163,14 @@ def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Bl
         gated=bool(width) and own > 2.5 * hidden * width,
         experts=experts if of_experts else 0,
         active=active if of_experts else 0,
+        scores=_scores(info),
         parameters=Parameters(matrices, kv, routed, total - matrices - routed),
     )
+
+
+def _scores(info: AttentionInfo) -> int:
+    """Softmax keeps its result, tanh too; dropout its factors."""
+    return 1 + bool(info.softcap) + bool(info.dropout) if info.written else 0
 
 
 def _mask(info: AttentionInfo) -> tuple[MaskKind, int]:

@@ -77,8 +77,7 @@ def is_fused(node: Node, values: Mapping[Node, Any]) -> bool:
     info = node.meta.get("attention")
     if info is None or isinstance(node.target, ops.Op):
         return False
-    plain = not (info.lse or info.dropout or info.softcap)
-    return plain and bool(values[node.all_input_nodes[0]].is_meta)
+    return not info.written and bool(values[node.all_input_nodes[0]].is_meta)
 
 
 def _attended(node: Node, given: Iterable[Any]) -> Tensor:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from seqcomp.cost.memory import memory_rows
+from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.diagnostics import PlanError
+from seqcomp.integrations.explain import explain
 from seqcomp.integrations.shapes import model_shape, read_shape
+from seqcomp.plan.load import load_plan
+from seqcomp.plan.resolve import resolve
 from tests.fixtures.models import Spec, build
 from tests.unit.cost.test_workload import LAYERS, LLAMA, SHAPE
 
@@ -39,6 +44,26 @@ def test_blocks_of_different_masks_are_different() -> None:
     assert list(module.layers) == layers
     assert [a.causal for a in found.facts.attentions] == [True, False]
     assert found.blocks[0].gated
+
+
+GEMMA = (
+    "hf:Gemma2ForCausalLM?hidden_size=32&num_hidden_layers=1&num_attention_heads=4&vocab_size=64&"
+    "num_key_value_heads=2&head_dim=8&intermediate_size=48&sliding_window=8"
+)
+
+
+def test_scores_that_are_written_down_are_held() -> None:
+    """A softcap has no fused kernel: whole attention keeps s x s numbers a head, a ring does not."""
+    shape, length = model_shape(GEMMA), 256
+    assert [b.scores for b in shape.blocks] == [2]
+    for name, scores in (("data_2", True), ("ring_2", False)):
+        report = explain(GEMMA, name, seq_len=length, dtype="bf16")
+        held = {row.what: row.bytes for row in report.footprint}["saved activations"]
+        plan = resolve(load_plan(name), shape.facts, seq_len=length)
+        rows = {row.what: row.bytes for row in memory_rows(plan, shape, Run(length))}
+        ours = rows["saved activations"] + rows["saved outside of blocks"]
+        assert ours == pytest.approx(held, rel=0.1)
+        assert (held > 2 * 4 * 2 * length**2) == scores
 
 
 class Two(nn.Module):
