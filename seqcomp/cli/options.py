@@ -19,9 +19,7 @@ ModelOption = Annotated[
         "or python:<module>:<factory>. No weights are made."
     ),
 ]
-LengthOption = Annotated[
-    int, typer.Option(min=1, max=MOST, help="Full sequence length in tokens.")
-]
+LengthOption = Annotated[int, typer.Option(min=1, max=MOST, help="Full sequence length in tokens.")]
 BatchOption = Annotated[int, typer.Option(min=1, max=MOST, help="Sequences on each data rank.")]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Of weights and buffers; the model's own otherwise.")

@@ -8,6 +8,7 @@ from torch import nn
 from seqcomp.cost.memory import memory_rows
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
+from seqcomp.cost.workload import workload_of
 from seqcomp.diagnostics import PlanError
 from seqcomp.integrations.explain import explain
 from seqcomp.integrations.shapes import model_shape, read_shape
@@ -64,6 +65,26 @@ def test_scores_that_are_written_down_are_held() -> None:
         ours = rows["saved activations"] + rows["saved outside of blocks"]
         assert ours == pytest.approx(held, rel=0.1)
         assert (held > 2 * 4 * 2 * length**2) == scores
+
+
+MIXTRAL = (
+    "hf:MixtralForCausalLM?hidden_size=32&num_hidden_layers=1&num_attention_heads=4&vocab_size=64&"
+    "num_key_value_heads=2&intermediate_size=48&num_local_experts=4"
+)
+
+
+def test_tensor_ranks_send_nothing_for_experts() -> None:
+    """They run on a rank's own tokens, also in the second run of a checkpoint."""
+    shape = model_shape(MIXTRAL)
+    plan = {
+        "mesh": {"tensor": 2},
+        "strategies": {"megatron_sp": {}},
+        "memory": {"checkpoint": "block"},
+    }
+    report = explain(MIXTRAL, plan, seq_len=64, dtype="bf16")
+    work = workload_of(resolve(load_plan(plan), shape.facts, seq_len=64), shape, Run(64))
+    for phase in ("forward", "backward"):
+        assert work.bytes_sent(shape, phase) == report.bytes_sent(phase)
 
 
 class Two(nn.Module):
