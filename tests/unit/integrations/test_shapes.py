@@ -67,6 +67,17 @@ def test_scores_that_are_written_down_are_held() -> None:
         assert (held > 2 * 4 * 2 * length**2) == scores
 
 
+LLAMA_TIED = f"{LLAMA}&tie_word_embeddings=true"
+
+
+def test_a_tied_embedding_is_held_once_and_cut() -> None:
+    shape = model_shape(LLAMA_TIED)
+    report = explain(LLAMA_TIED, "megatron_sp_2", seq_len=64, dtype="bf16")
+    held = {row.what: row.bytes for row in report.footprint}["parameters"]
+    plan = resolve(load_plan("megatron_sp_2"), shape.facts, seq_len=64)
+    assert {r.what: r.bytes for r in memory_rows(plan, shape, Run(64))}["parameters"] == held
+
+
 MIXTRAL = (
     "hf:MixtralForCausalLM?hidden_size=32&num_hidden_layers=1&num_attention_heads=4&vocab_size=64&"
     "num_key_value_heads=2&intermediate_size=48&num_local_experts=4"
