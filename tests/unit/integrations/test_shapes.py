@@ -54,7 +54,7 @@ GEMMA = (
 
 
 def test_scores_that_are_written_down_are_held() -> None:
-    """A softcap has no fused kernel: whole attention keeps s x s numbers a head, a ring does not."""
+    """A softcap has no fused kernel: whole attention keeps s x s numbers a head, a ring none."""
     shape, length = model_shape(GEMMA), 256
     assert [b.scores for b in shape.blocks] == [2]
     for name, scores in (("data_2", True), ("ring_2", False)):
