@@ -52,6 +52,12 @@ class AttentionInfo:
     dtype: torch.dtype | None = None  # of the softmax, where the model fixes it
     lse: bool = False  # the log-sum-exp is one more column of the result
     dropout: float = 0.0
+    sinks: bool = False
+
+    @property
+    def written(self) -> bool:
+        """Whether `attention` writes its scores down: no fused kernel does what it asks for."""
+        return bool(self.softcap or self.sinks or self.lse or self.dropout)
 
     @property
     def causal(self) -> bool:
@@ -187,6 +193,7 @@ def _rewrite(
         dtype=written.dtype,
         lse=written.lse,
         dropout=written.dropped.p if written.dropped else 0.0,
+        sinks=written.sinks is not None,
     )
     keep_mask = mask_node if mask is None or _needs_operand(mask) else None
     # What a description is made of that is not behind the mask: sizes, and all parts of a mod.

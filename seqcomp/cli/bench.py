@@ -58,8 +58,8 @@ def bench(
     Takes one or two minutes on an idle machine. Exit 0 measured, 1 failed, 2 wrong
     usage.
     """
-    if save is not None and not os.access(save.parent, os.W_OK):
-        typer.echo(f"{save}: its folder is not there, or cannot be written to", err=True)
+    if save is not None and (save.is_dir() or not os.access(save.parent, os.W_OK)):
+        typer.echo(f"{save}: is a folder, or its folder cannot be written to", err=True)
         raise typer.Exit(WRONG_USAGE)
     import torch
 

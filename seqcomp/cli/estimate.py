@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from seqcomp.cli.options import BatchOption, LengthOption
 from seqcomp.cli.reading import reading
 from seqcomp.diagnostics import PlanError, errors_in
 
@@ -46,14 +47,14 @@ def estimate(
     cluster: Annotated[
         str, typer.Option(help="A known cluster (h100, a100, ...), or a YAML file of that format.")
     ],
-    seq_len: Annotated[int, typer.Option(min=1, help="Full sequence length in tokens.")],
-    batch: Annotated[int, typer.Option(min=1, help="Sequences on each data rank.")] = 1,
+    seq_len: LengthOption,
+    batch: BatchOption = 1,
     dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.")] = Dtype.bf16,
     mode: Annotated[
         Mode, typer.Option(help="A training step, or a forward that keeps keys and values.")
     ] = Mode.train,
     gpu_hour_price: Annotated[
-        float | None, typer.Option(min=0, help="Of one GPU for one hour, in any unit.")
+        float | None, typer.Option(min=0, max=1e12, help="Of one GPU for one hour, in any unit.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object to standard output.")

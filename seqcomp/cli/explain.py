@@ -36,7 +36,7 @@ def explain(
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Memory of one rank in GiB, drawn on the page."),
+        typer.Option(min=0.001, max=1e9, help="Memory of one rank in GiB, drawn on the page."),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -53,8 +53,8 @@ def explain(
             report = run(model, plan, seq_len=seq_len, batch=batch, dtype=dtype)
     except PlanError as error:
         raise refusal(error, {"source": plan}, as_json=as_json, debug=debug) from None
+    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else f"{plan}: {report}")
     if html is not None:
         size = None if budget is None else round(budget * 2**30)
         write(html, report.to_html(title=f"{plan}, {model}", budget=size))
-    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else f"{plan}: {report}")
     raise typer.Exit(EXPLAINED)

@@ -57,10 +57,10 @@ def graph(
         raise refusal(error, head, as_json=as_json, debug=debug, usage=usage) from None
     data = json.dumps(found.to_json(), indent=2)
     kind = Path(out).suffix if out is not None else ""
+    if as_json or out is None:
+        typer.echo(data if as_json else graph_text(found))
     if out is not None:
         title = ", ".join(filter(None, (plan, model, module)))
         drawn = standalone(found, title) if kind == ".svg" else None
         write(out, drawn or (data if kind == ".json" else graph_text(found)))
-    if as_json or out is None:
-        typer.echo(data if as_json else graph_text(found))
     raise typer.Exit(DRAWN)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from seqcomp.cli.dtypes import Dtype
+from seqcomp.cost.run import MOST
 
 PlanArgument = Annotated[
     str, typer.Argument(metavar="PLAN", help="A file, or a preset such as usp_4x8.")
@@ -19,8 +20,8 @@ ModelOption = Annotated[
         "python:<module>:<factory>. No weights are made."
     ),
 ]
-LengthOption = Annotated[int, typer.Option(min=1, help="Full sequence length in tokens.")]
-BatchOption = Annotated[int, typer.Option(min=1, help="Sequences on each data rank.")]
+LengthOption = Annotated[int, typer.Option(min=1, max=MOST, help="Full sequence length in tokens.")]
+BatchOption = Annotated[int, typer.Option(min=1, max=MOST, help="Sequences on each data rank.")]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Of weights and buffers; the model's own otherwise.")
 ]

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from seqcomp.cli.estimate import Dtype, Mode
+from seqcomp.cli.options import LengthOption
 from seqcomp.cli.reading import reading
+from seqcomp.cost.run import MOST
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.plan.load import dump_plan
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from seqcomp.search.search import Found
 
 FOUND, REFUSED, WRONG_USAGE = 0, 1, 2
-USAGE_CODES = ("SC010", "SC020", "SC027")
+USAGE_CODES = ("SC010", "SC020", "SC027", "SC028", "SC031")
 
 
 def search(
@@ -28,12 +30,12 @@ def search(
         typer.Option(help="A known model such as llama3-8b, or a spec as of validate; no weights."),
     ],
     cluster: Annotated[str, typer.Option(help="A known cluster such as h100, or a YAML file.")],
-    seq_len: Annotated[int, typer.Option(min=1, help="Full sequence length in tokens.")],
+    seq_len: LengthOption,
     gpus: Annotated[
         int | None, typer.Option(min=1, help="How many GPUs; all of the cluster otherwise.")
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, help="Sequences of one step, of all GPUs together.")
+        int, typer.Option(min=1, max=MOST, help="Sequences of one step, of all GPUs together.")
     ] = 1,
     mode: Annotated[Mode, typer.Option(help="A training step, or a prefill.")] = Mode.train,
     dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.")] = Dtype.bf16,

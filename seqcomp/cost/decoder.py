@@ -29,10 +29,10 @@ def decoder_shape(
     norms = 2 * hidden * (1 if gated else 2)
     router = experts * hidden
     parameters = Parameters(
-        matrices=attention + kv + (0 if experts else linears) + router + (0 if gated else biases),
+        matrices=attention + kv + (0 if experts else linears) + (0 if gated else biases),
         kv=kv,
         experts=experts * linears,
-        norms=norms,
+        norms=norms + router,
     )
     block = Block(
         count=layers,
@@ -47,6 +47,7 @@ def decoder_shape(
         gated=gated,
         experts=experts,
         active=active,
+        token_local=experts > 0,
     )
     embedding = vocab * hidden
     return ModelShape(

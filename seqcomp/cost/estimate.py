@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -106,8 +107,12 @@ def estimate(
 
     Raises:
         PlanError: SC120 where the cluster has fewer GPUs than the plan has ranks, SC029 where its
-            devices have no speed in the dtype.
+            devices have no speed in the dtype, SC010 for a price that is none.
     """
+    if gpu_hour_price is not None and not 0 <= gpu_hour_price < math.inf:
+        raise PlanError(
+            diagnostic("SC010", where="gpu_hour_price", found=gpu_hour_price, legal="0 or more")
+        )
     if plan.world_size > cluster.gpus:
         raise PlanError(_too_many(plan, cluster))
     whole = padded(plan, model, run)

@@ -182,6 +182,7 @@ def kept_of(
     if checkpoint == "block":
         return kept
     keeps = checkpoint == "selective"
+    kept += block.scores * _pairs_bytes(plan, block, width, run)
     u, t = plan.ulysses_size, plan.tensor_size
     shape = block.attention(1, 1, e, model.hidden)
     on_tensor = shape.on_tensor_rank(t)
@@ -201,6 +202,13 @@ def kept_of(
     return kept
 
 
+def _pairs_bytes(plan: ResolvedPlan, block: Block, width: Widths, run: Run) -> float:
+    """A number for each head of a rank and each pair; 0 where attention is in tiles."""
+    if plan.ring_size * plan.ulysses_size > 1:
+        return 0.0
+    return width.activation * run.batch * run.seq_len**2 * block.heads / plan.tensor_size
+
+
 def _working(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> float:
     """Beside what is saved, while one block runs: gathered inputs, blocks of keys and values under
     way with the gradients that travel, and the accumulators of the online softmax."""
@@ -217,6 +225,8 @@ def _working_block(
     moved = 2 * group * model.hidden * e
     mlp = (3 if block.gated else 2) * group * e * block.mlp_width * max(block.active, 1)
     found = moved + mlp / (1 if block.experts else t) / _chunks(plan, model, block, run)
+    if block.scores:
+        found += 2 * _pairs_bytes(plan, block, width, run)  # before and behind one operation
     if plan.ring_size > 1:
         keys = kv_tokens_bytes(plan, model, block, run, e)
         blocks = plan.ring_size if plan.transport == "allgather" else 2

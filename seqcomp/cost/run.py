@@ -9,6 +9,8 @@ from seqcomp.diagnostics import PlanError, diagnostic
 
 Mode = Literal["train", "prefill"]
 ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+MOST = 1 << 40
+"""Tokens and sequences beyond this are a slip; their squares still are exact enough as floats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Run:
     "prefill" a forward that keeps keys and values and gives the logits of the last token.
 
     Raises:
-        PlanError: SC010 for counts below 1 and unknown dtypes and modes.
+        PlanError: SC010 for counts below 1 or beyond `MOST` and unknown dtypes and modes.
     """
 
     seq_len: int
@@ -29,9 +31,9 @@ class Run:
 
     def __post_init__(self) -> None:
         wrong = [
-            diagnostic("SC010", where=name, found=value, legal="a whole number of at least 1")
+            diagnostic("SC010", where=name, found=value, legal=f"a whole number from 1 to {MOST}")
             for name, value in (("seq_len", self.seq_len), ("batch", self.batch))
-            if value < 1
+            if not 1 <= value <= MOST
         ]
         for name, value, legal in (
             ("dtype", self.dtype, tuple(ELEMENT_BYTES)),

@@ -68,7 +68,10 @@ class Block:
     """``count`` equal blocks: attention and an MLP (``mlp_width`` 0: none).
 
     mask: with ``window`` tokens, the query's own included, where it is one. ``experts``: of the
-    MLP, of which each token visits ``active``.
+    MLP, of which each token visits ``active``. ``token_local``: all of the MLP is
+    experts, which tensor ranks run whole on tokens of their own. ``scores``: numbers that autograd
+    keeps of each head and pair of positions, where no fused kernel has such attention (softcaps,
+    sinks) and neither a ring nor ulysses, which attend in tiles, takes its place.
     """
 
     count: int
@@ -84,6 +87,8 @@ class Block:
     gated: bool = True
     experts: int = 0
     active: int = 0
+    token_local: bool = False
+    scores: int = 0
 
     @property
     def rule(self) -> Mask:

@@ -115,9 +115,11 @@ def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> Blo
     width = widths_of(plan, run)
     shape = block.attention(run.batch, run.seq_len, width.activation, model.hidden)
     tensor = _tensor(plan, shape)
+    if block.token_local:
+        tensor = tuple(_half(step) for step in tensor)  # around attention alone
     layout = plan.layout_for(run.seq_len, model.all_causal)
     travel = travel_of(block.rule, layout, run.seq_len) if block.mask == "window" else None
-    ring_rank = plan.ring_size - 1  # the last one sends most, if they differ
+    ring_rank = 0 if travel is None else travel.busiest
     attention = attention_steps(plan, shape, travel=travel, ring_rank=ring_rank)
     checkpoint = plan.plan.memory.checkpoint
     again: tuple[CommStep, ...] = ()
@@ -146,7 +148,8 @@ def _again(
         backward = step.phase == "backward"
         beside.append(_half(step) if gathers and backward else step)
         if not backward and (gathers or not keeps):
-            again.append(replace(step if gathers else _half(step), phase="backward"))
+            last = not gathers and step.count > 1
+            again.append(replace(_half(step) if last else step, phase="backward"))
     if not keeps:
         again += [replace(s, phase="backward") for s in attention if s.phase == "forward"]
     return tuple(beside), tuple(again)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.hardware.schema import ClusterFile
 from seqcomp.plan.nearest import nearest
+from seqcomp.plan.reader import read_text
 
 HERE = Path(__file__).parent
 PARTS = {"device": "devices", "intra": "links", "inter": "links"}
@@ -32,7 +33,7 @@ def load_cluster(source: str | Path) -> Cluster:
     text = str(source)
     known = known_clusters()
     path = HERE / "clusters" / f"{text}.yaml" if text in known else Path(source)
-    if not path.is_file():
+    if not _is_file(path):
         close = nearest(text, known)
         raise PlanError(
             diagnostic(
@@ -52,6 +53,13 @@ def load_cluster(source: str | Path) -> Cluster:
         return ClusterFile.model_validate(data).build()
     except ValidationError as error:
         raise PlanError([_problem(item, path) for item in error.errors()[:20]]) from error
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # longer than names of files may be
+        return False
 
 
 def _names(folder: str) -> tuple[str, ...]:
@@ -81,10 +89,13 @@ def _read(path: Path) -> dict[str, Any]:
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES} bytes")
-        data = yaml.safe_load(raw.decode("utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        document = read_text(raw.decode("utf-8"), str(path))
+    except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"[:500]
         raise PlanError(diagnostic("SC028", where=str(path), found=reason)) from error
+    if document.diagnostics:
+        raise PlanError([replace(item, code="SC028") for item in document.diagnostics])
+    data = document.data
     if not isinstance(data, dict):
         legal = "a mapping with device, gpus_per_node, max_nodes, intra and inter"
         found = type(data).__name__

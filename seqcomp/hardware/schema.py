@@ -10,9 +10,10 @@ from seqcomp.hardware.cluster import Cluster, Curve, Device, Kernels, Link, Rate
 from seqcomp.plan.frozenmap import FrozenMap
 from seqcomp.strategies.base import Kind
 
-Positive = Annotated[float, Field(gt=0)]
+Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=1, le=1 << 24, strict=True)]
 Source = Annotated[str, Field(min_length=1)]
 
 
@@ -23,8 +24,14 @@ class _Model(BaseModel):
 class Number(_Model):
     """A number and where it is from."""
 
-    value: Annotated[float, Field(ge=0)]
+    value: Finite
     source: Source
+
+
+class Rated(Number):
+    """A size or a rate: something is divided by it."""
+
+    value: Positive
 
 
 class Points(_Model):
@@ -43,7 +50,7 @@ class KernelsFile(_Model):
     dense: Points
     attention_forward: Points
     attention_backward: Points
-    streaming: Number
+    streaming: Rated
     launch_us: Number
     ring_round_us: Number | None = None
     contention: Number | None = None
@@ -53,9 +60,9 @@ class DeviceFile(_Model):
     """See `Device`."""
 
     name: str
-    memory_gib: Number
-    memory_gb_s: Number
-    peak_tflops: dict[str, Number]
+    memory_gib: Rated
+    memory_gb_s: Rated
+    peak_tflops: dict[str, Rated]
     kernels: KernelsFile
 
     def build(self) -> Device:
@@ -81,7 +88,7 @@ class RateFile(_Model):
     """See `Rate`; ``gb_s`` are bytes that one rank sends over the time without the latency."""
 
     ranks: Count
-    latency_us: Annotated[float, Field(ge=0)]
+    latency_us: Finite
     gb_s: Positive
 
 
@@ -97,7 +104,7 @@ class LinkFile(_Model):
 
     name: str
     latency_us: Number
-    gb_s: Number
+    gb_s: Rated
     rates: dict[Kind, RatesFile] = {}
 
     def build(self) -> Link:

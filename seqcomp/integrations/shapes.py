@@ -141,8 +141,11 @@ def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Bl
     kv = min(hidden * info.kv_heads * (info.head_dim + info.value_dim), matrices)
     experts = _setting(config, ("num_local_experts", "num_experts", "n_routed_experts"))
     experts = experts or max((p.shape[0] for p in of_experts.values()), default=0)
+    if of_experts:  # the router is whole on every rank, too
+        matrices -= sum(p.numel() for p in named.values() if tuple(p.shape) == (experts, hidden))
     active = _setting(config, ("num_experts_per_tok", "top_k")) or 1
     own = matrices - hidden * info.heads * (info.head_dim + info.value_dim) - kv
+    shared = own
     if of_experts:
         width = _setting(config, ("moe_intermediate_size", "intermediate_size"))
         own = routed // max(experts, 1)
@@ -163,8 +166,15 @@ def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Bl
         gated=bool(width) and own > 2.5 * hidden * width,
         experts=experts if of_experts else 0,
         active=active if of_experts else 0,
+        token_local=bool(of_experts) and shared <= 0,
+        scores=_scores(info),
         parameters=Parameters(matrices, kv, routed, total - matrices - routed),
     )
+
+
+def _scores(info: AttentionInfo) -> int:
+    """Softmax keeps its result, tanh too; dropout its factors."""
+    return 1 + bool(info.softcap) + bool(info.dropout) if info.written else 0
 
 
 def _mask(info: AttentionInfo) -> tuple[MaskKind, int]:

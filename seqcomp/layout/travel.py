@@ -53,6 +53,14 @@ class Travel:
         found = [self.count(rank, source) for source in range(self.size) if source != rank]
         return tuple(n for n in found if n)
 
+    @property
+    def busiest(self) -> int:
+        """The rank that sends most keys and, in backward, gradients of keys; of several the first.
+
+        The ends of a contiguous sequence under a causal window do one of both only.
+        """
+        return max(range(self.size), key=lambda r: sum(self.sent(r)) + sum(self.received(r)))
+
     def place(self, receiver: int, source: int, key: int) -> int:
         """Where a local key of ``source`` is among those that ``receiver`` gets."""
         return place_in(self.needs[receiver][source], key)

@@ -77,8 +77,7 @@ def is_fused(node: Node, values: Mapping[Node, Any]) -> bool:
     info = node.meta.get("attention")
     if info is None or isinstance(node.target, ops.Op):
         return False
-    plain = not (info.lse or info.dropout or info.softcap)
-    return plain and bool(values[node.all_input_nodes[0]].is_meta)
+    return not info.written and bool(values[node.all_input_nodes[0]].is_meta)
 
 
 def _attended(node: Node, given: Iterable[Any]) -> Tensor:
@@ -141,8 +140,10 @@ def _given(node: Node, dims: InputDims | None, batch: int | None, length: int | 
 
 
 def _cut(value: Any, program: Program, name: str, degrees: Mapping[str, int]) -> Any:
-    """This rank's part of a parameter that an axis divides."""
-    cut = program.cuts.get(program.capture.state.get(name, ""))
+    """This rank's part of a parameter that an axis divides; a tied one is cut under any name."""
+    path = program.capture.state.get(name, "")
+    names = program.aliases.get(path, (path,))
+    cut = next((program.cuts[one] for one in names if one in program.cuts), None)
     if cut is None:
         return value
     part: Tensor = value.detach().chunk(degrees[cut.axis], cut.dim)[0]  # the largest

@@ -174,10 +174,10 @@ def _kernel(
     *,
     divided: bool,
 ) -> str:
-    if info.dropout or (divided and info.softcap):
-        return "math"
     if not divided:
-        return "sdpa"
+        return "math" if info.written else "sdpa"
+    if info.dropout or info.softcap:
+        return "math"
     if device.type == "meta":
         return "fused" if q.shape[3] == v.shape[3] else "math"
     return kernels.choose(device, dtype, q.shape[3], v.shape[3])

@@ -51,6 +51,8 @@ def test_json_of_a_plan_that_does_not_fit(run) -> None:
         (("ring_2", "--model", "llama3-8b", "--cluster", "h10", "--seq-len", "16"), 2, "SC027"),
         (("ring_16", *H100[:3], "cpu-gloo", "--seq-len", "64", "--dtype", "fp32"), 1, "SC120"),
         (("ring_2", *H100), 2, "--seq-len"),
+        (("ring_2", *H100, "--seq-len", "2" + "0" * 300), 2, "--seq-len"),
+        (("ring_2", *H100, "--seq-len", "16", "--gpu-hour-price", "inf"), 2, "price"),
         (("ring_2", *H100, "--seq-len", "16", "--mode", "sleep"), 2, "sleep"),
     ],
 )  # fmt: skip

@@ -71,7 +71,7 @@ def test_a_model_of_ones_own(run, tmp_path: Path) -> None:
         (("--model", "llama3-9b"), 2, "SC020"),
         (("--gpus", "5000"), 1, "SC120"),
         (("--model", "llama3-405b", "--gpus", "8"), 1, "SC122"),
-        (("--gpus", "8", "--out", "/nowhere/at/all.yaml"), 1, "SC031"),
+        (("--gpus", "8", "--out", "/nowhere/at/all.yaml"), 2, "SC031"),
     ],
 )
 def test_refusals(run, change: tuple[str, ...], code: int, text: str) -> None:

@@ -100,7 +100,9 @@ def test_windows_send_what_is_seen() -> None:
     plan = planned("ring_4_contiguous", window, S)
     (own,), (whole,) = (workload_of(plan, m, Run(S)).blocks for m in (window, SHAPE))
     forward = [sum(s.bytes_sent for s in b.attention if s.phase == "forward") for b in (own, whole)]
-    assert forward[0] <= 3 * 2 * 4 * 8 * 2
+    assert forward[0] == 3 * 2 * 4 * 8 * 2  # three keys, of one neighbour
+    backward = sum(s.bytes_sent for s in own.attention if s.phase == "backward")
+    assert backward == 3 * 2 * 4 * 8 * (2 + 4), "keys again, and gradients of those it got, in fp32"
     assert forward[1] == 3 * 16 * 2 * 4 * 8 * 2
 
 

@@ -46,6 +46,8 @@ def test_unknown_names_and_files(tmp_path: Path) -> None:
         load_cluster("h10o")
     (found,) = caught.value.diagnostics
     assert (found.code, found.legal) == ("SC027", known_clusters())
+    with pytest.raises(PlanError, match="SC027"):
+        load_cluster("x" * 5000)
     bad = tmp_path / "bad.yaml"
     text = (HERE / "clusters/cpu-gloo.yaml").read_text()
     for change, part in (
@@ -54,6 +56,13 @@ def test_unknown_names_and_files(tmp_path: Path) -> None:
         (('gb_s: {value: 1, source: "placeholder"}', "gb_s: 1"), "gb_s"),
         (("device:\n", "device: h10\nother:\n"), "no device called"),
         (("name: processes", "name: ["), "SC028"),
+        (("gpus_per_node: 8", "gpus_per_node: 8\ngpus_per_node: 9"), "given twice"),
+        (("gpus_per_node: 8", f"gpus_per_node: {'[' * 20_000}"), "levels"),
+        (("max_nodes: 1", f"max_nodes: 1{'0' * 29}"), "max_nodes"),
+        (('gb_s: {value: 1, source: "placeholder"}', "gb_s: {value: 0, source: x}"), "gb_s.value"),
+        (("streaming: {value: 0.7", "streaming: {value: 0"), "streaming.value"),
+        (("bf16: {value: 0.1", "bf16: {value: .nan"), "bf16.value"),
+        (("launch_us: {value: ", "launch_us: {value: inf, source: x}\n    x: {value: "), "finite"),
     ):
         bad.write_text(text.replace(*change))
         with pytest.raises(PlanError, match=part) as caught:

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from seqcomp.cost.memory import memory_rows
+from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
+from seqcomp.cost.workload import workload_of
 from seqcomp.diagnostics import PlanError
+from seqcomp.integrations.explain import explain
 from seqcomp.integrations.shapes import model_shape, read_shape
+from seqcomp.plan.load import load_plan
+from seqcomp.plan.resolve import resolve
 from tests.fixtures.models import Spec, build
 from tests.unit.cost.test_workload import LAYERS, LLAMA, SHAPE
 
@@ -39,6 +45,57 @@ def test_blocks_of_different_masks_are_different() -> None:
     assert list(module.layers) == layers
     assert [a.causal for a in found.facts.attentions] == [True, False]
     assert found.blocks[0].gated
+
+
+GEMMA = (
+    "hf:Gemma2ForCausalLM?hidden_size=32&num_hidden_layers=1&num_attention_heads=4&vocab_size=64&"
+    "num_key_value_heads=2&head_dim=8&intermediate_size=48&sliding_window=8"
+)
+
+
+def test_scores_that_are_written_down_are_held() -> None:
+    """A softcap has no fused kernel: whole attention keeps s x s numbers a head, a ring none."""
+    shape, length = model_shape(GEMMA), 256
+    assert [b.scores for b in shape.blocks] == [2]
+    for name, scores in (("data_2", True), ("ring_2", False)):
+        report = explain(GEMMA, name, seq_len=length, dtype="bf16")
+        held = {row.what: row.bytes for row in report.footprint}["saved activations"]
+        plan = resolve(load_plan(name), shape.facts, seq_len=length)
+        rows = {row.what: row.bytes for row in memory_rows(plan, shape, Run(length))}
+        ours = rows["saved activations"] + rows["saved outside of blocks"]
+        assert ours == pytest.approx(held, rel=0.1)
+        assert (held > 2 * 4 * 2 * length**2) == scores
+
+
+LLAMA_TIED = f"{LLAMA}&tie_word_embeddings=true"
+
+
+def test_a_tied_embedding_is_held_once_and_cut() -> None:
+    shape = model_shape(LLAMA_TIED)
+    report = explain(LLAMA_TIED, "megatron_sp_2", seq_len=64, dtype="bf16")
+    held = {row.what: row.bytes for row in report.footprint}["parameters"]
+    plan = resolve(load_plan("megatron_sp_2"), shape.facts, seq_len=64)
+    assert {r.what: r.bytes for r in memory_rows(plan, shape, Run(64))}["parameters"] == held
+
+
+MIXTRAL = (
+    "hf:MixtralForCausalLM?hidden_size=32&num_hidden_layers=1&num_attention_heads=4&vocab_size=64&"
+    "num_key_value_heads=2&intermediate_size=48&num_local_experts=4"
+)
+
+
+def test_tensor_ranks_send_nothing_for_experts() -> None:
+    """They run on a rank's own tokens, also in the second run of a checkpoint."""
+    shape = model_shape(MIXTRAL)
+    plan = {
+        "mesh": {"tensor": 2},
+        "strategies": {"megatron_sp": {}},
+        "memory": {"checkpoint": "block"},
+    }
+    report = explain(MIXTRAL, plan, seq_len=64, dtype="bf16")
+    work = workload_of(resolve(load_plan(plan), shape.facts, seq_len=64), shape, Run(64))
+    for phase in ("forward", "backward"):
+        assert work.bytes_sent(shape, phase) == report.bytes_sent(phase)
 
 
 class Two(nn.Module):
