@@ -25,6 +25,7 @@ from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic, errors_in, ra
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import LoweringContext, run_passes
 from seqcomp.lowering.fsdp_units import candidates, read_inside
+from seqcomp.lowering.hooks import refuse_hooks
 from seqcomp.lowering.memory import checkpoints
 from seqcomp.lowering.no_sequence import no_one_sequence
 from seqcomp.lowering.parameters import Cut
@@ -60,7 +61,7 @@ def build_program(request: Request) -> Program:
     Raises PlanError with everything that stands in the way.
     """
     module, sizes, resolved = request.module, request.sizes, request.resolved
-    _refuse_hooks(module)
+    refuse_hooks(module)
     mesh = mesh_view(resolved)
     if mesh.batch and sizes.batch is None and sizes.length is None:
         raise _no_dim(module, "no input with a batch and a sequence dim")
@@ -254,37 +255,6 @@ def _check_names(resolved: ResolvedPlan, outputs: tuple[str, ...], found: list[D
         for name in resolved.plan.outputs
         if name not in known
     )
-
-
-def _refuse_hooks(module: torch.nn.Module) -> None:
-    hooked = [
-        path or "<root>"
-        for path, sub in module.named_modules()
-        if any(
-            # Those of transformers collect outputs while its own forward runs, as in a capture.
-            getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
-            for hooks in (
-                sub._forward_hooks,
-                sub._forward_pre_hooks,
-                sub._backward_hooks,
-                sub._backward_pre_hooks,
-            )
-            for hook in hooks.values()
-        )
-    ]
-    if hooked:
-        raise PlanError(
-            [
-                diagnostic(
-                    "SC306",
-                    where=path,
-                    found="hooks registered before the capture",
-                    legal="modules without hooks",
-                    help="remove the hooks, compile, and register them again",
-                )
-                for path in hooked
-            ]
-        )
 
 
 def _lifted_constants(

@@ -22,6 +22,7 @@ from seqcomp.lowering.binding import bound_call
 from seqcomp.lowering.build import Request, build_program, fingerprint
 from seqcomp.lowering.consensus import Consensus, internal_failure
 from seqcomp.lowering.division import Division
+from seqcomp.lowering.hooks import refuse_uncalled, uncalled
 from seqcomp.lowering.program import (
     MAX_PROGRAMS,
     Program,
@@ -83,6 +84,7 @@ class CompiledModule:
         self._where = type(module).__name__
         self._modules = list(module.modules())
         self._reads: dict[str, list[tuple[str, Tensor, int]]] = {}
+        self._uncalled: dict[str, torch.nn.Module] = {}
         self._accepted: tuple[str, CallSizes] | None = None  # as found last: it takes sympy
         self._epoch = 0
         self._compared = False
@@ -226,6 +228,7 @@ class CompiledModule:
             problems = check_plan(self._resolved.plan, seq_len=sizes.length)
             self._lengths[sizes.length] = errors_in(problems)
         raise_for_errors(self._lengths[sizes.length])
+        refuse_uncalled(self._uncalled)
         return call, dims, sizes, variant_of(modules, call, dims)
 
     def _forget_outdated(self, modules: list[torch.nn.Module]) -> None:
@@ -238,6 +241,7 @@ class CompiledModule:
             self._programs = OrderedDict(kept)
         else:
             self._programs.clear()
+            self._uncalled.clear()
         self._modules = modules
         self._epoch += 1
 
@@ -313,6 +317,7 @@ class CompiledModule:
             (name, self._module.get_buffer(name), self._module.get_buffer(name)._version)
             for name in program.capture.read
         ]
+        self._uncalled |= {path: self._module.get_submodule(path) for path in uncalled(program)}
         run = install(program, self._module, self.binding(program))
         self._programs[(program.name, variant)] = (program, run)
         if len(self._programs) > MAX_PROGRAMS:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -202,6 +202,7 @@ def _replace(graph: Graph, context: LoweringContext, found: _Mlp, block: tuple[s
         chunks=found.chunks,
         uses=sum(isinstance(n.target, ops.ColumnLinear) for n in found.body),
         last=_is_last(found.out, block),
+        inside=(),
         code=code,
         body=body,
     )
@@ -210,10 +211,22 @@ def _replace(graph: Graph, context: LoweringContext, found: _Mlp, block: tuple[s
     new.meta.update(found.out.meta)
     for linear in filter(_is_linear, found.body):
         new.meta["nn_module_stack"] = common_scope(linear, new)
+    new.target = replace(op, inside=_inside(graph, found.body))
     found.out.replace_all_uses_with(new)
     context.replaced(found.out, new)
     for node in reversed(found.body):
         graph.erase_node(node)
+
+
+def _inside(graph: Graph, body: tuple[Node, ...]) -> tuple[str, ...]:
+    """The modules that are called for nothing but what is in `body`."""
+
+    def called(nodes: Iterable[Node]) -> dict[str, None]:
+        stacks = (scope_of(node.meta.get("nn_module_stack") or {}) for node in nodes)
+        return {path: None for levels in stacks for _, path in levels}
+
+    elsewhere = called(set(graph.nodes) - set(body))
+    return tuple(path for path in called(body) if path not in elsewhere)
 
 
 def _is_last(out: Node, block: tuple[str, ...]) -> bool:

@@ -136,7 +136,7 @@ def build_report(
     ring_rank = context.coords.get(resolved.ring_axis or "", 0)
     on_host = context.device.type != "cpu"
     events = comm_events(program, values, resolved, again, ring_rank)
-    return Report(
+    report = Report(
         program=program.name,
         mesh=dict(resolved.axes),
         batch=batch,
@@ -152,3 +152,5 @@ def build_report(
         events=events,
         graph=regions_of(program, values, events),
     )
+    saved.clear()  # or what was imagined and the hooks that hold it live for good
+    return report

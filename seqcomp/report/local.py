@@ -50,10 +50,9 @@ def local_values(
     inputs = dict(zip(program.capture.inputs, program.capture.dims, strict=True))
     running: list[Node] = []
 
-    def pack(x: Tensor) -> Tensor:
+    def pack(x: Tensor) -> None:
         if saved is not None and not isinstance(running[-1].target, ops.Op):
             saved.setdefault(running[-1], []).append(x)
-        return x
 
     with fake, _modes(program), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         for node in program.flat.nodes:

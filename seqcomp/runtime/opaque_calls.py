@@ -135,7 +135,8 @@ def _call(
     def saved(x: Tensor) -> Tensor:
         x = x.clone() if _memory(x) in taken else x
         taken.add(_memory(x))
-        return x
+        # A result that its own function saves would hold that function, and both live for good.
+        return x.detach()
 
     with (
         _as_outside(any(learns), tensors[0].device.type, cast),

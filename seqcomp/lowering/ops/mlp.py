@@ -22,12 +22,13 @@ class ChunkedMlp(Op):
     Operands: x, of a gathered x its shard and the promise to gather it again (as `ColumnLinear`),
     the parameters of the body. `chunks`: how many make what a chunk holds inside as large as x.
     `uses`: linears of x that the promise counts. `last`: what follows in the block saves nothing
-    that is made of the result.
+    that is made of the result. `inside`: modules that are not called because of it.
     """
 
     chunks: int
     uses: int
     last: bool
+    inside: tuple[str, ...]
     code: str
     body: Body = field(repr=False)
     __name__ = "chunked_mlp"

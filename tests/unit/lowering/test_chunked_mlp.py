@@ -108,6 +108,35 @@ def test_a_result_that_is_read_is_kept(small: list[chunked_mlp.Chunks]) -> None:
     assert not any(how.skip for how in small)
 
 
+def test_a_hook_that_would_not_run() -> None:
+    """It is on one rank alone, and refused on all; those on modules that are called run."""
+    spec = Spec(layers=1)
+
+    def step(model: nn.Module, context: Any, local: dict[str, Any]) -> Any:
+        loss_of(model, local)
+        seen: list[str] = []
+        around = model.get_submodule("layers.0.mlp")
+        around.register_forward_hook(lambda *_: seen.append("mlp"))
+        loss_of(model, local)
+        hook = None
+        if context.rank == 0:
+            inner = model.get_submodule("layers.0.mlp.down")
+            hook = inner.register_forward_hook(lambda *_: seen.append("down"))
+        with pytest.raises(seqcomp.PlanError) as error:
+            loss_of(model, local)
+        if hook is not None:
+            hook.remove()
+        loss_of(model, local)
+        return seen, str(error.value)
+
+    plan = with_memory(plans.ring(2), checkpoint="selective")
+    (ran, refusal), other = lockstep(lambda: build(spec), plan, step, inputs=inputs(spec))
+    assert ran == ["mlp", "mlp"]
+    assert other == (ran, refusal)
+    assert "SC306" in refusal
+    assert "layers.0.mlp.down" in refusal
+
+
 def _is_mlp(node: torch.fx.Node) -> bool:
     return isinstance(node.target, ops.ChunkedMlp)
 

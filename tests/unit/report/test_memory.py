@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
 import pytest
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+import seqcomp
 from seqcomp.report.storages import MemoryRow
 from seqcomp.runtime import recompute
+from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import plans
-from tests.fixtures.again import with_memory, worked
-from tests.fixtures.models import Spec
+from tests.fixtures.again import loss_of, with_memory, worked
+from tests.fixtures.models import Spec, build, inputs
 from tests.fixtures.work import Work
 
 SPEC = Spec(vocab=96, heads=8, kv_heads=4, head_dim=8, hidden=64, mlp=128)
@@ -81,3 +85,20 @@ def test_offload_says_where() -> None:
     assert [row.on_host for row in report.memory] == [False]
     assert [row["on_host"] for row in report.to_json()["memory"]] == [False]
     assert "checkpoint: block in layers.* (2 calls)" in str(report)
+
+
+def test_nothing_is_left_of_a_report() -> None:
+    """What it imagined goes with it."""
+
+    def step(model: Any, context: Any, local: dict[str, Any]) -> list[int]:
+        loss_of(model, local)
+        left = []
+        for _ in range(3):
+            seqcomp.of(model).report()
+            gc.collect()
+            left.append(sum(isinstance(x, FakeTensor) for x in gc.get_objects()))
+        return left
+
+    spec = Spec(vocab=96, layers=1)
+    (left,) = lockstep(lambda: build(spec), PLAIN, step, inputs=inputs(spec))
+    assert left[1] == left[2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -84,3 +86,24 @@ def test_a_checkpoint_around_it_keeps_nothing() -> None:
         assert found.waiting() == 0
         got = torch.autograd.grad(loss, (x, w))
     assert all(map(torch.equal, got, gradients(lambda x, w: SINE(x, w) * 2)))
+
+
+@pytest.mark.parametrize("learns", [True, False], ids=["backward", "dropped"])
+def test_a_result_that_its_function_saves_goes_with_the_graph(learns: bool) -> None:
+    results: weakref.WeakSet[Tensor] = weakref.WeakSet()
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        result = (x * w).exp()  # whose gradient is made of it
+        results.add(result)
+        return result
+
+    grown = Opaque(run, "grown", alike)
+    with counted():
+        x, w = leaves()
+        loss = traced(lambda x, w: grown(x, w) * 2)(x, w).sum()
+        assert len(results) == 1
+        if learns:
+            torch.autograd.grad(loss, (x, w))
+        del loss
+        gc.collect()
+        assert not results
