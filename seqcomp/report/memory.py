@@ -263,10 +263,10 @@ def _chunked(node: Node, op: ops.ChunkedLoss, values: Values) -> MemoryRow:
         # In place of the targets: their places among this rank's classes, and two flags each.
         found[key_of(target)] = tokens * (target.element_size() + 2)
 
-    def pack(value: Tensor) -> Tensor:
+    def pack(value: Tensor) -> None:
+        # Nothing is given back: what the graph of autograd held would hold the graph.
         if key_of(value) not in storages([x, weight, bias, classes]):
-            held.append(value)
-        return value
+            held.append(value.detach())
 
     held: list[Tensor] = []
     with x.fake_mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):

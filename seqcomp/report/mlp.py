@@ -59,10 +59,10 @@ def _at_once(node: Node, op: ops.ChunkedMlp, values: Values) -> Bytes:
     own = storages(parameters)
     held: list[Tensor] = []
 
-    def pack(value: Tensor) -> Tensor:
+    def pack(value: Tensor) -> None:
+        # Nothing is given back: what the graph of autograd held would hold the graph.
         if key_of(value) not in own:
-            held.append(value)
-        return value
+            held.append(value.detach())
 
     with x.fake_mode, torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
         op.whole(x, None, None, *parameters)

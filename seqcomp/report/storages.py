@@ -35,9 +35,23 @@ class MemoryRow:
         return asdict(self)
 
 
+class _Storage:
+    """A storage as a key. It holds it: an address that is free is used again."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._held = x.untyped_storage()
+        self._place: int = self._held._cdata
+
+    def __hash__(self) -> int:
+        return self._place
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Storage) and self._place == other._place
+
+
 def key_of(x: Tensor) -> Any:
     """What tells the storage of x from others."""
-    return x.untyped_storage()._cdata
+    return _Storage(x)
 
 
 def storages(tensors: Iterable[Any]) -> Bytes:

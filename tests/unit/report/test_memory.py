@@ -87,7 +87,8 @@ def test_offload_says_where() -> None:
     assert "checkpoint: block in layers.* (2 calls)" in str(report)
 
 
-def test_nothing_is_left_of_a_report() -> None:
+@pytest.mark.parametrize("memory", [{}, {"checkpoint": "selective", "loss_chunks": 2}], ids=str)
+def test_nothing_is_left_of_a_report(memory: dict[str, Any]) -> None:
     """What it imagined goes with it."""
 
     def step(model: Any, context: Any, local: dict[str, Any]) -> list[int]:
@@ -100,5 +101,6 @@ def test_nothing_is_left_of_a_report() -> None:
         return left
 
     spec = Spec(vocab=96, layers=1)
-    (left,) = lockstep(lambda: build(spec), PLAIN, step, inputs=inputs(spec))
+    plan = with_memory(PLAIN, **memory)
+    (left,) = lockstep(lambda: build(spec), plan, step, inputs=inputs(spec))
     assert left[1] == left[2]
