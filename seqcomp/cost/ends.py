@@ -40,6 +40,7 @@ class End:
         timeline.compute("head and loss", self._head())
         send(timeline, "the loss", self._steps("loss", "forward"))
         send(timeline, "logits", self._steps("logits", "forward"))
+        send(timeline, "hidden states", self._steps("states", "forward"))
         if not self.run.trains:
             return
         send(timeline, "the loss", self._steps("loss", "backward"))

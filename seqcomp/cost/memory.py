@@ -118,7 +118,7 @@ def _activations(
     logits = 0.0 if chunks > 1 else model.logits_saved * model.vocab
     ends = model.ends.of(e) + logits
     yield HeldRow("saved outside of blocks", round(tokens * ends), "embedding, head and loss")
-    if outputs_of(plan) == "full":
+    if outputs_of(plan) == "full" and model.vocab:
         size = run.batch * run.seq_len * model.vocab * e
         yield HeldRow("output logits", size, "whole on every rank; outputs: {logits: drop}")
     # The gradient of logits, in fp32 and as logits are; chunks make the logits then, too.

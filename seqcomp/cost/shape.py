@@ -120,7 +120,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Blocks between an embedding and a head; ``tied``: they are one parameter.
+    """Blocks between an embedding and a head; ``tied``: they are one parameter. Without a head (and
+    a loss) ``vocab`` is 0.
 
     ``embedding`` and ``head`` (0 where tied) count parameters that Megatron-SP cuts by vocabulary,
     ``other`` those that stay whole (last norm, learned positions). ``ends``: what autograd keeps
@@ -168,7 +169,7 @@ class ModelShape:
             hidden=self.hidden,
             mlp_width=math.gcd(*widths) if widths else None,
             layers=self.layers,
-            vocab=self.vocab,
+            vocab=self.vocab or None,
         )
 
     def _attentions(self) -> Iterator[AttentionFacts]:

@@ -240,16 +240,18 @@ def _ends(plan: ResolvedPlan, model: ModelShape, run: Run) -> Iterator[tuple[str
         size = part((t - 1) * tokens * model.hidden * width.activation, t)
         yield "embedding", CommStep("reduce_scatter", axis, size, 1, "forward", False)
         yield "embedding", CommStep("all_gather", axis, size, 1, "backward", False)
-        if run.trains:
+        if run.trains and model.vocab:
             yield "head", CommStep("all_gather", axis, size, 1, "forward", False)
             yield "head", CommStep("reduce_scatter", axis, size, 1, "backward", False)
             yield "head", CommStep("all_gather", axis, size, 1, "backward", False)
-    if run.trains:
+    if run.trains and model.vocab:
         for step in _loss(plan, tokens):
             yield "loss", step
         if outputs_of(plan) == "full":
             for step in _gathered_logits(plan, tokens * model.vocab * width.activation):
                 yield "logits", step
+    if run.trains and not model.vocab:
+        yield from _gathered_states(plan, run.batch * run.seq_len * model.hidden * width.activation)
     cut = -(-(model.embedding + model.head) // t)
     for step in parameter_steps(plan, cut, model.other, width, run, root=True):
         yield "gradients", step
@@ -285,6 +287,16 @@ def _gathered_logits(plan: ResolvedPlan, size: int) -> Iterator[CommStep]:
     if t > 1:
         sent = (t - 1) * degree * (size // t)
         yield CommStep(kind, plan.tensor_axis or "tensor", sent, 1, "forward", False)
+
+
+def _gathered_states(plan: ResolvedPlan, size: int) -> Iterator[tuple[str, CommStep]]:
+    """What a model without a head gives, over all axes of the sequence; ``size``: of all tokens."""
+    mode: Mapping[str, str] = plan.plan.outputs
+    axes = tuple(a for a in plan.sequence_axes if plan.axes[a] > 1)
+    degree = math.prod(plan.axes[a] for a in axes)
+    if degree > 1 and mode.get("last_hidden_state", "full") == "full":
+        sent = (degree - 1) * (size // degree)
+        yield "states", CommStep("all_gather", "+".join(axes), sent, 1, "forward", False)
 
 
 def outputs_of(plan: ResolvedPlan) -> str:

@@ -82,19 +82,25 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     return ModelShape(
         name=name,
         hidden=sizes.hidden,
-        vocab=sizes.vocab,
+        vocab=sizes.vocab if _has_head(module) else 0,
         blocks=tuple(blocks),
         embedding=sizes.embedding,
         head=sizes.head,
         other=sizes.other,
-        ends=_without_logits(ends, sizes.vocab),
-        tied=sizes.head == 0,
+        ends=_without_logits(ends, sizes.vocab) if _has_head(module) else ends,
+        tied=sizes.head == 0 and _has_head(module),
     )
 
 
 _PLACES = ("layer_idx", "layer_id", "layer_index")
 _NOTHING = Saved(Bytes(0, 0), Bytes(0, 0), Bytes(0, 0))
 _LOGITS = 4.0  # bytes that a cross-entropy in fp32 keeps of each logit
+
+
+def _has_head(module: nn.Module) -> bool:
+    """Whether it gives logits: models of transformers say so, others are taken to."""
+    head = getattr(module, "get_output_embeddings", None)
+    return not callable(head) or head() is not None
 
 
 def _without_logits(ends: Bytes, vocab: int) -> Bytes:

@@ -98,6 +98,19 @@ def test_tensor_ranks_send_nothing_for_experts() -> None:
         assert work.bytes_sent(shape, phase) == report.bytes_sent(phase)
 
 
+def test_a_model_without_a_head_has_no_logits_and_no_loss() -> None:
+    headless = LLAMA.replace("LlamaForCausalLM", "LlamaModel")
+    shape = model_shape(headless)
+    assert (shape.vocab, shape.head, shape.tied) == (0, 0, False)
+    for name in ("usp_2x2", "ring_2+megatron_sp_2"):
+        report = explain(headless, name, seq_len=64, dtype="bf16")
+        plan = resolve(load_plan(name), shape.facts, seq_len=64)
+        work = workload_of(plan, shape, Run(64))
+        for phase in ("forward", "backward"):
+            assert work.bytes_sent(shape, phase) == report.bytes_sent(phase)
+        assert not any("logits" in row.what for row in memory_rows(plan, shape, Run(64)))
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
