@@ -9,7 +9,7 @@ import pytest
 
 from seqcomp.cost.rounds import round_pairs
 from seqcomp.cost.shape import ModelShape
-from seqcomp.layout.intervals import causal_balance, work
+from seqcomp.layout.intervals import causal_balance, visible_area, work
 from seqcomp.layout.masks import Causal
 from seqcomp.layout.sequence import Layout, SequenceLayout
 from seqcomp.strategies.base import AttentionShape, attention_flops
@@ -28,6 +28,17 @@ def test_contiguous(n: int) -> None:
     areas = work(Causal(), layout, s)
     assert areas[-1] / areas[0] == pytest.approx(2 * n - 1, rel=1e-3)
     assert causal_balance(layout, s) == pytest.approx((2 * n - 1) / n, rel=1e-3)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["contiguous", "striped", "zigzag"])
+def test_idle_rounds(kind: Layout, n: int) -> None:
+    """Of P^2 rounds of P ranks a contiguous causal ring leaves (P^2 - P)/2 without work
+    (DistFlashAttention, unbalanced); the others none."""
+    layout = SequenceLayout(kind, n)
+    owned = [layout.ring_ranges(S, rank) for rank in range(n)]
+    idle = sum(visible_area(Causal(), q, k) == 0 for q in owned for k in owned)
+    assert idle == ((n * n - n) // 2 if kind == "contiguous" else 0)
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
