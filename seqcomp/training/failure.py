@@ -111,7 +111,7 @@ class Watch:
         asking.start(self._done, self._beat_s)
         while (lost := asking.lost(self._silence_s)) is None:
             if self._done.wait(self._beat_s):
-                asking.join(self._beat_s)
+                asking.join(self._silence_s)
                 return
         if self._done.wait(self._grace_s):
             return
