@@ -8,21 +8,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-FAILED, WRONG_USAGE = 1, 2
+from seqcomp.cli.estimate import Dtype
+from seqcomp.cli.options import DebugOption, JsonOption
+from seqcomp.cli.refusal import WRONG_USAGE
 
-
-class Dtype(StrEnum):
-    """In which attention is measured; products are measured in fp32 as well."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
+FAILED = 1
 
 
 def bench(
@@ -46,12 +41,8 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes: rough figures within seconds.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object to standard output.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of what failed.")
-    ] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Measure collectives and kernels: gloo between processes, NCCL between GPUs.
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import traceback
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from seqcomp.cli.options import BatchOption, LengthOption
+from seqcomp.cli.options import BatchOption, DebugOption, JsonOption, LengthOption, PlanArgument
 from seqcomp.cli.reading import reading
+from seqcomp.cli.refusal import REFUSED, refusal
 from seqcomp.diagnostics import PlanError, errors_in
 
-FITS, REFUSED, WRONG_USAGE = 0, 1, 2
+FITS = 0
 _USAGE = {"SC020", "SC027", "SC028"}
 
 
@@ -33,9 +33,7 @@ class Mode(StrEnum):
 
 
 def estimate(
-    plan: Annotated[
-        str, typer.Argument(metavar="PLAN", help="A file, or a preset such as usp_4x8.")
-    ],
+    plan: PlanArgument,
     *,
     model: Annotated[
         str,
@@ -56,12 +54,8 @@ def estimate(
     gpu_hour_price: Annotated[
         float | None, typer.Option(min=0, max=1e12, help="Of one GPU for one hour, in any unit.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object to standard output.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of what failed.")
-    ] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Step time, memory, FLOPs and price of a plan on a cluster, from shapes and measured rates.
 
@@ -85,15 +79,8 @@ def estimate(
         run = Run(seq_len, batch, dtype.value, "train" if mode is Mode.train else "prefill")
         found = run_estimate(resolved, shape, machine, run, gpu_hour_price=gpu_hour_price)
     except PlanError as error:
-        if debug:
-            traceback.print_exc()
-        for item in error.diagnostics:
-            typer.echo(str(item), err=True)
-        if as_json:
-            items = [item.to_json() for item in error.diagnostics]
-            typer.echo(json.dumps({"source": plan, "diagnostics": items}, indent=2))
-        usage = any(item.code in _USAGE for item in error.diagnostics)
-        raise typer.Exit(WRONG_USAGE if usage else REFUSED) from None
+        head = {"source": plan}
+        raise refusal(error, head, as_json=as_json, debug=debug, usage=_USAGE) from None
     if as_json:
         typer.echo(json.dumps({"source": plan, **found.to_json()}, indent=2))
     else:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from seqcomp.cli.estimate import Dtype, Mode
-from seqcomp.cli.options import LengthOption
+from seqcomp.cli.options import DebugOption, JsonOption, LengthOption
 from seqcomp.cli.reading import reading
+from seqcomp.cli.refusal import refusal
 from seqcomp.cost.run import MOST
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.plan.load import dump_plan
@@ -19,7 +19,7 @@ from seqcomp.plan.load import dump_plan
 if TYPE_CHECKING:
     from seqcomp.search.search import Found
 
-FOUND, REFUSED, WRONG_USAGE = 0, 1, 2
+FOUND = 0
 USAGE_CODES = ("SC010", "SC020", "SC027", "SC028", "SC031")
 
 
@@ -40,12 +40,8 @@ def search(
     mode: Annotated[Mode, typer.Option(help="A training step, or a prefill.")] = Mode.train,
     dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.")] = Dtype.bf16,
     out: Annotated[Path | None, typer.Option(help="Where to write the best plan.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object to standard output.")
-    ] = False,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of what failed.")
-    ] = False,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """The fastest of all plans that are legal and fit, why, and what the next would change.
 
@@ -58,15 +54,7 @@ def search(
         if out is not None:
             _write(out, found)
     except PlanError as error:
-        if debug:
-            traceback.print_exc()
-        for item in error.diagnostics:
-            typer.echo(str(item), err=True)
-        if as_json:
-            shown = [item.to_json() for item in error.diagnostics]
-            typer.echo(json.dumps({"diagnostics": shown}, indent=2))
-        usage = any(item.code in USAGE_CODES for item in error.diagnostics)
-        raise typer.Exit(WRONG_USAGE if usage else REFUSED) from None
+        raise refusal(error, {}, as_json=as_json, debug=debug, usage=USAGE_CODES) from None
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 import seqcomp
+from seqcomp.cost import memory
 from seqcomp.cost.memory import made_again, memory_rows
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.workload import widths_of, workload_of
 from seqcomp.plan.load import load_plan
+from seqcomp.runtime import chunked_mlp
 from tests.fixtures.pricing import planned
 
 S, LAYERS = 64, 2
@@ -104,6 +106,11 @@ def test_windows_send_what_is_seen() -> None:
     backward = sum(s.bytes_sent for s in own.attention if s.phase == "backward")
     assert backward == 3 * 2 * 4 * 8 * (2 + 4), "keys again, and gradients of those it got, in fp32"
     assert forward[1] == 3 * 16 * 2 * 4 * 8 * 2
+
+
+def test_chunks_are_those_that_run() -> None:
+    """The half without torch cannot import it."""
+    assert memory._FEWEST == chunked_mlp.FEWEST
 
 
 @pytest.mark.parametrize("plan", ["ring_2", "usp_2x2+megatron_sp_2"])
