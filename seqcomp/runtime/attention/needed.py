@@ -17,8 +17,11 @@ from torch import Tensor
 
 from seqcomp.layout.travel import Intervals, Travel
 from seqcomp.runtime.attention.merge import accumulator_dtype
+from seqcomp.runtime.attention.sums import TokenSum
 from seqcomp.runtime.comm import Communicator, Pending
 from seqcomp.runtime.traffic import Phase
+
+Sums = tuple[TokenSum, TokenSum]
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,12 @@ class Route:
             empty = k.new_empty(0)
             yield source, *_unpacked(got[0] if got else empty, (k, v), self._count(rank, source))
 
-    def gradients(self, k: Tensor, v: Tensor) -> Returned:
-        """Takes what the blocks of a backward give to their keys, in the order of ``blocks``."""
-        return Returned(self, k, v)
+    def gradients(self, home: Sums, k: Tensor, v: Tensor) -> Returned:
+        """Takes what the blocks of a backward give to their keys, in the order of ``blocks``.
+
+        home: dk and dv of this rank's own keys, to which others add.
+        """
+        return Returned(self, home, k, v)
 
     def _start(self, step: int, block: tuple[Tensor, Tensor], phase: Phase) -> Pending:
         rank, size = self.comm.rank, self.comm.size
@@ -95,20 +101,17 @@ class Route:
 class Returned:
     """dK/dV of what came from other ranks, on their way back to the owners."""
 
-    def __init__(self, route: Route, k: Tensor, v: Tensor) -> None:
+    def __init__(self, route: Route, home: Sums, k: Tensor, v: Tensor) -> None:
         self._route = route
         self._like = (k, v)
-        self._home: tuple[Tensor, Tensor] | None = None
+        self._home = home
         self._arriving: tuple[int, Pending] | None = None
         nothing = k.new_empty(0, dtype=accumulator_dtype(k.dtype))
         self._kept = [nothing] * route.comm.size
 
     def add(self, source: int, given: tuple[Tensor, Tensor]) -> None:
-        """Takes ownership of dk and dv of the block of ``source``, of the keys that arrived."""
+        """Takes ownership of dk and dv of the keys that arrived from ``source``, another rank."""
         route, comm = self._route, self._route.comm
-        if source == comm.rank:
-            self._home = given
-            return
         far = _flat(given) if route.travel.count(comm.rank, source) else None
         if route.gathered:
             self._kept[source] = self._kept[source] if far is None else far
@@ -127,7 +130,7 @@ class Returned:
         self._arriving = (taker, pending)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """dk and dv of this rank's own keys in accumulator dtype."""
+        """dk and dv of this rank's own keys, what it computed itself included."""
         route, rank = self._route, self._route.comm.rank
         self._collect()
         if route.gathered:
@@ -137,8 +140,8 @@ class Returned:
             route._exchange_all(self._kept, receives, "reduce_scatter", "backward")
             for taker, got in enumerate(receives):
                 self._take(taker, got)
-        assert self._home is not None
-        return self._home
+        dk, dv = (own.result() for own in self._home)
+        return dk, dv
 
     def _collect(self) -> None:
         if self._arriving is not None:
@@ -150,13 +153,12 @@ class Returned:
     def _take(self, taker: int, got: Tensor) -> None:
         if not len(got):
             return
-        assert self._home is not None
         runs = self._route.travel.needs[taker][self._route.comm.rank]
         parts = _unpacked(got, self._like, sum(map(len, runs)))
         for home, part in zip(self._home, parts, strict=True):
             start = 0
             for run in runs:
-                home[:, :, run.start : run.stop] += part[:, :, start : start + len(run)]
+                home.add(run.start, run.stop, part[:, :, start : start + len(run)])
                 start += len(run)
 
     def _room(self, count: int) -> Tensor:

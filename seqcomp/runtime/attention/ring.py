@@ -2,8 +2,9 @@
 
 Rank i holds the block of rank i - t at step t. K and V make P - 1 hops, in forward and again in
 backward. The gradients of a block make P - 1 hops too: what its owner computes stays at home, the
-travelling accumulator starts one rank further and ends at the owner. The transport "allgather"
-replaces the hops by one all-gather of K and V and one reduce-scatter of their gradients. Where a
+travelling accumulator starts one rank further and ends at the owner. Each hop has computation
+behind which it hides: in backward the last one has the half of a rank's own block that is kept back
+for it. The transport "allgather" replaces the hops by one all-gather of K and V and one reduce-scatter of their gradients. Where a
 mask leaves most of the keys unseen, only those that are seen travel (``needed``).
 
 All functions work on the tokens of a whole ring rank and know nothing of autograd.
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqcomp.layout.halves import Halves
 from seqcomp.layout.masks import Tile, TileTask
 from seqcomp.layout.travel import Travel
 from seqcomp.runtime.attention import math_kernel
@@ -26,7 +28,7 @@ from seqcomp.runtime.attention.heads import summed as summed_heads
 from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.attention.merge import SoftmaxAccumulator, accumulator_dtype
-from seqcomp.runtime.attention.needed import Returned, Route
+from seqcomp.runtime.attention.needed import Returned, Route, Sums
 from seqcomp.runtime.attention.pair_dropout import RingDropout
 from seqcomp.runtime.attention.sums import TokenSum
 from seqcomp.runtime.attention.tile_mask import TileMask
@@ -69,6 +71,13 @@ class Ring:
         """This rank's queries against the block of ``source``."""
         return self.tiling.tasks(self.rank, source)
 
+    def own(self, phase: Phase) -> Halves:
+        """The same of its own block: what comes before all others, and what behind them."""
+        hops = not self.gathered and (self.size > 1 if self.travel is None else self.travel.steps)
+        if phase == "backward" and hops:
+            return self.tiling.halves(self.rank)
+        return Halves(self.tasks(self.rank))
+
     @property
     def route(self) -> Route | None:
         """How keys reach this rank where not all of them do."""
@@ -104,8 +113,8 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     """[B,Hq,n,d], [B,Hkv,n,d] x 2 -> out [B,Hq,n,dv] and lse [B,Hq,n] in accumulator dtype."""
     rows = q.shape[2]
     softmax = SoftmaxAccumulator(rows)
-    for source, k_block, v_block in _blocks(ring, k, v, "forward"):
-        for task in ring.tasks(source):
+    for source, tasks, k_block, v_block in _steps(ring, k, v, "forward"):
+        for task in tasks:
             out, lse = _forward_tile(ring, task, source, q, k_block, v_block)
             softmax.add(task.q_start, task.q_stop, out, lse)
     return softmax.result(q.new_empty((*q.shape[:3], v.shape[3])))
@@ -121,11 +130,12 @@ def backward(
     """
     dq = TokenSum(q)
     trained = [torch.zeros_like(x) for x in ring.tiling.trained]
-    route = _gradients(ring, k, v)
-    for source, k_block, v_block in _blocks(ring, k, v, "backward"):
+    home = TokenSum(k), TokenSum(v)
+    route = _gradients(ring, home, k, v)
+    for source, tasks, k_block, v_block in _steps(ring, k, v, "backward"):
         # Not kept apart: the keys of all tiles together may be many times those of the block.
-        dk, dv = TokenSum(k_block), TokenSum(v_block)
-        for task in ring.tasks(source):
+        dk, dv = home if source == ring.rank else (TokenSum(k_block), TokenSum(v_block))
+        for task in tasks:
             grads = _backward_tile(ring, task, source, (dout, q, out, lse), (k_block, v_block))
             dq.add(task.q_start, task.q_stop, grads[0])
             if trained and task.kind is Tile.PARTIAL:
@@ -135,8 +145,21 @@ def backward(
             keys = ring.keys(task, source)
             dk.add(keys.start, keys.stop, grads[1])
             dv.add(keys.start, keys.stop, grads[2])
-        route.add(source, (dk.result(), dv.result()))
+        if source != ring.rank:
+            route.add(source, (dk.result(), dv.result()))
     return (dq.result(), *route.result()), trained
+
+
+def _steps(
+    ring: Ring, k: Tensor, v: Tensor, phase: Phase
+) -> Iterator[tuple[int, tuple[TileTask, ...], Tensor, Tensor]]:
+    """(source, tasks, K, V) in the order of computation. The own block is first, and in backward
+    comes again at the end, when the gradients of the last other one are under way."""
+    own = ring.own(phase)
+    for source, *block in _blocks(ring, k, v, phase):
+        yield source, own.first if source == ring.rank else ring.tasks(source), *block
+    if own.last:
+        yield ring.rank, own.last, k, v
 
 
 def _blocks(ring: Ring, k: Tensor, v: Tensor, phase: Phase) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -167,26 +190,26 @@ def _pass_on(ring: Ring, comm: Communicator, tensors: tuple[Tensor, ...], phase:
     return comm.start_exchange(tensors, to=to, source=source, phase=phase, label=ring.label)
 
 
-def _gradients(ring: Ring, k: Tensor, v: Tensor) -> Returned | _Gathered | _Travelling:
+def _gradients(ring: Ring, home: Sums, k: Tensor, v: Tensor) -> Returned | _Gathered | _Travelling:
     if ring.route is not None:
-        return ring.route.gradients(k, v)
-    return _Gathered(ring, k, v) if ring.gathered and ring.size > 1 else _Travelling(ring)
+        return ring.route.gradients(home, k, v)
+    if ring.gathered and ring.size > 1:
+        return _Gathered(ring, home, k, v)
+    return _Travelling(ring, home)
 
 
 class _Travelling:
     """dK/dV accumulators that follow their block round the ring."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, home: Sums) -> None:
         self._ring = ring
-        self._home: tuple[Tensor, Tensor] | None = None
+        self._home = home
         self._arriving: Pending | None = None
 
     def add(self, source: int, given: tuple[Tensor, Tensor]) -> None:
-        """Takes ownership of dk and dv of the block of ``source``."""
+        """Takes ownership of dk and dv of the block of ``source``, another rank."""
+        del source
         ring = self._ring
-        if source == ring.rank:
-            self._home = given
-            return
         assert ring.comm is not None
         if self._arriving is not None:
             for own, arrived in zip(given, self._arriving.wait(), strict=True):
@@ -194,8 +217,8 @@ class _Travelling:
         self._arriving = _pass_on(ring, ring.comm, given, "backward")
 
     def result(self) -> tuple[Tensor, Tensor]:
-        assert self._home is not None
-        dk, dv = self._home
+        """dk and dv of this rank's own keys, what it computed itself included."""
+        dk, dv = (own.result() for own in self._home)
         if self._arriving is not None:
             dk_far, dv_far = self._arriving.wait()
             dk, dv = dk.add_(dk_far), dv.add_(dv_far)
@@ -205,9 +228,10 @@ class _Travelling:
 class _Gathered:
     """dK/dV of all blocks side by side until one reduce-scatter."""
 
-    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
+    def __init__(self, ring: Ring, home: Sums, k: Tensor, v: Tensor) -> None:
         assert ring.comm is not None
         self._ring = ring
+        self._home = home
         self._comm = ring.comm
         self._shapes = (k.shape, v.shape)
         self._sizes = (k.numel(), v.numel())
@@ -219,6 +243,8 @@ class _Gathered:
             row.copy_(part)
 
     def result(self) -> tuple[Tensor, Tensor]:
+        dk, dv = (own.result() for own in self._home)
+        self.add(self._ring.rank, (dk, dv))
         total = self._comm.reduce_scatter(self._rows, phase="backward", label=self._ring.label)
         return self._split(total)
 

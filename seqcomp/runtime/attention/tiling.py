@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from seqcomp.layout.cuts import Grain, cut
+from seqcomp.layout.halves import Halves, halves
 from seqcomp.layout.masks import Mask, Tile, TileTask, tiles
 from seqcomp.layout.sequence import SequenceLayout, slice_ranges
 from seqcomp.layout.travel import Intervals, Travel, travel_of, united
@@ -40,8 +41,22 @@ class Tiling(ABC):
 
     trained: tuple[Tensor, ...] = ()  # inputs of the mask that need gradients
 
+    device: torch.device
+
     @abstractmethod
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]: ...
+
+    def halves(self, rank: int) -> Halves:
+        """The tiles of a rank's queries against its own keys, in two parts."""
+        if rank not in self._halves:
+            self._halves[rank] = halves(
+                self.tasks(rank, rank), lambda found: _for_kernels(found, self.device)
+            )
+        return self._halves[rank]
+
+    @cached_property
+    def _halves(self) -> dict[int, Halves]:
+        return {}
 
     def gradients(
         self,
@@ -131,7 +146,7 @@ class DataTiling(Tiling):
         self._trained_at = tuple(i for i in mask.trained if leaves[i].requires_grad)
         # Held as they are: the attentions hand their gradients to these.
         self.trained = tuple(leaves[i] for i in self._trained_at)
-        self._device = device
+        self.device = device
         self._layout = layout
         self._length = length
         self._real = length if real is None else real
@@ -210,14 +225,14 @@ class DataTiling(Tiling):
 
     def _positions(self, rank: int) -> Tensor:
         """Of all tokens of a ring rank; padding stands where the last token is."""
-        own = positions(self._layout.ring_ranges(self._length, rank), self._device)
+        own = positions(self._layout.ring_ranges(self._length, rank), self.device)
         return own if self._real == self._length else own.clamp_(max=self._real - 1)
 
     def _is_padding(self, rank: int) -> Tensor | None:
         """Which tokens of a ring rank are padding; None where none is."""
         if self._real == self._length:
             return None
-        own = positions(self._layout.ring_ranges(self._length, rank), self._device)
+        own = positions(self._layout.ring_ranges(self._length, rank), self.device)
         return own >= self._real
 
     def _classified(self, rank: int) -> tuple[Tensor, Tensor]:
@@ -276,7 +291,7 @@ class DataTiling(Tiling):
                     kinds[index, index] = CAUSAL
         found = tasks_of(kinds, len(q), len(k), block)
         found = tuple(part for task in found for part in _short(task))
-        return _for_kernels(found, self._device)
+        return _for_kernels(found, self.device)
 
     def _is_triangle(self, q: Tensor, k: Tensor) -> bool:
         """Whether each query sees exactly the keys up to its own place."""
