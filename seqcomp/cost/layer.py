@@ -8,7 +8,7 @@ from functools import cached_property
 
 from seqcomp.cost.collectives import collective_seconds
 from seqcomp.cost.kernels import attention_seconds, dense_seconds, stream_seconds
-from seqcomp.cost.rounds import round_pairs
+from seqcomp.cost.rounds import keeps_back, round_pairs
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block
 from seqcomp.cost.timeline import Timeline
@@ -150,19 +150,18 @@ class Layer:
         merge = self._merge(backward=backward)
         known = {p: self._tile(p, backward=backward) for p in set(pairs)}
         tiles = [known[p] + (merge if index else 0.0) for index, p in enumerate(pairs)]
+        if backward:
+            kept = tiles[0] / 2 if keeps_back(self.block, self.layout, self.run.seq_len) else 0.0
+            tiles = [tiles[0] - kept, *tiles[1:], kept]
         keys, *grads = ring
         hop = self.group.seconds(keys) / keys.count
         hops = [hop if index < keys.count else 0.0 for index in range(len(tiles))]
-        last = 0.0
         for step in grads:
-            # The travelling sum starts behind the second block and ends one hop behind the last.
-            last = self.group.seconds(step) / step.count
-            for index in range(len(tiles) - step.count + 1, len(tiles)):
-                hops[index] += last
-        axis, link = keys.axis, self.group.link(keys.axis)
+            # The travelling sum starts behind the second block and ends behind what is kept back.
+            for index in range(len(tiles) - step.count, len(tiles)):
+                hops[index] += self.group.seconds(step) / step.count
         name = "attention backward" if backward else "attention"
-        into.rounds(name, axis, link, tiles, hops)
-        into.exchange("p2p of gradients of keys and values", axis, link, last)
+        into.rounds(name, keys.axis, self.group.link(keys.axis), tiles, hops)
 
     def _tile(self, pairs: float, *, backward: bool) -> float:
         own = self.heads

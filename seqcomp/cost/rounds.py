@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from seqcomp.cost.shape import Block
+from seqcomp.layout.halves import SMALLEST_HALF
 from seqcomp.layout.intervals import visible_area
 from seqcomp.layout.sequence import SequenceLayout
 
@@ -26,6 +27,13 @@ def round_pairs(block: Block, layout: SequenceLayout, length: int) -> tuple[floa
             return (triangle, *(own / 2,) * (r - 1))
         case "striped":
             return (triangle,) * r
+
+
+def keeps_back(block: Block, layout: SequenceLayout, length: int) -> bool:
+    """Whether a rank computes half of its own block last in a backward, behind which the last
+    gradients go home: where it is more than one small tile."""
+    one = block.mask == "full" or (block.mask == "causal" and layout.kind != "zigzag")
+    return not one or length // layout.ring >= 2 * SMALLEST_HALF
 
 
 def _windowed(block: Block, layout: SequenceLayout, length: int) -> tuple[float, ...]:
