@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from seqcomp.cost.rounds import round_pairs
+from seqcomp.cost.rounds import keeps_back, round_pairs
 from seqcomp.cost.shape import ModelShape
 from seqcomp.layout.intervals import causal_balance, visible_area, work
 from seqcomp.layout.masks import Causal
@@ -148,6 +148,32 @@ def test_the_general_condition(mask: str, kv_heads: int) -> None:
     for c, hidden in ((int(least * 0.98), False), (int(least * 1.02), True)):
         cluster = ideal(flops, bandwidth)
         assert (waits(masked(model, mask), cluster, 4 * (c // 2 * 2)) < 1e-12) == hidden
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_gradients_hide_behind_half_of_the_own_block(mask: str) -> None:
+    """Backward of a ring of two: keys arrive behind half of the own block, and the sums of their
+    gradients, twice as long in bf16, go home behind the other half."""
+    flops, bandwidth, s = 2e14, 1e10, 4096
+    c, model, kind = s // 2, masked(MHA, mask), "zigzag" if mask == "causal" else "contiguous"
+    half = 2.5 * 4 * c * c * 4096 / flops / (4 if mask == "causal" else 2)
+    hop = 2 * c * 4096 * 4 / bandwidth
+    for faster, hidden in ((0.98 * hop / half, False), (1.02 * hop / half, True)):
+        cluster = ideal(flops, bandwidth * faster)
+        events = priced(f"ring_2_{kind}", model, cluster, seq_len=s).timeline
+        rounds = {e.what: e for e in events if e.what.startswith("attention backward")}
+        last, gradients = (rounds[f"attention backward {what} 2"] for what in ("round", "hop"))
+        assert last.start == gradients.start
+        assert (gradients.end <= last.end) == hidden
+        assert rounds["attention backward hop 0"].end < rounds["attention backward round 0"].end
+        assert "attention backward hop 1" not in rounds
+
+
+def test_a_block_of_one_small_tile_is_not_cut() -> None:
+    (block,) = masked(SMALL, "full").blocks
+    for kind, rows, kept in (("contiguous", 256, True), ("contiguous", 254, False)):
+        assert keeps_back(block, SequenceLayout(kind, 2), 2 * rows) == kept  # type: ignore[arg-type]
+    assert keeps_back(masked(SMALL, "causal").blocks[0], SequenceLayout("zigzag", 2), 8)
 
 
 def waits(model: ModelShape, cluster: object, s: int) -> float:

@@ -2,10 +2,11 @@
 
 Rank i holds the block of rank i - t at step t. K and V make P - 1 hops, in forward and again in
 backward. The gradients of a block make P - 1 hops too: what its owner computes stays at home, the
-travelling accumulator starts one rank further and ends at the owner. Each hop has computation
-behind which it hides: in backward the last one has the half of a rank's own block that is kept back
-for it. The transport "allgather" replaces the hops by one all-gather of K and V and one reduce-scatter of their gradients. Where a
-mask leaves most of the keys unseen, only those that are seen travel (``needed``).
+travelling accumulator starts one rank further and ends at the owner. Every hop hides
+behind computation: half of a rank's own block is computed last in backward, behind the last hop.
+The transport "allgather" replaces the hops by one all-gather of K and V and one reduce-scatter of
+their gradients. Where a mask leaves most of the keys unseen, only those that are seen travel
+(``needed``).
 
 All functions work on the tokens of a whole ring rank and know nothing of autograd.
 """
@@ -156,8 +157,10 @@ def _steps(
     """(source, tasks, K, V) in the order of computation. The own block is first, and in backward
     comes again at the end, when the gradients of the last other one are under way."""
     own = ring.own(phase)
-    for source, *block in _blocks(ring, k, v, phase):
-        yield source, own.first if source == ring.rank else ring.tasks(source), *block
+    for source, k_block, v_block in _blocks(ring, k, v, phase):
+        tasks = own.first if source == ring.rank else ring.tasks(source)
+        yield source, tasks, k_block, v_block
+    del k_block, v_block
     if own.last:
         yield ring.rank, own.last, k, v
 
