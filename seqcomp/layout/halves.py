@@ -38,7 +38,8 @@ def halves(
     total = sum(task.area for task in tasks)
     parts: list[TileTask] = []
     for task in tasks:
-        parts += refine(_cut(task)) if task.area > MOST * total else (task,)
+        pieces = _cut(task) if task.area > MOST * total else (task,)
+        parts += refine(pieces) if len(pieces) > 1 else pieces
     first, last = 0, 0
     kept: set[TileTask] = set()
     for task in sorted(parts, key=lambda t: t.area, reverse=True):
@@ -55,9 +56,9 @@ def halves(
 
 def _cut(task: TileTask) -> tuple[TileTask, ...]:
     rows = task.q_stop - task.q_start
-    half = -(-rows // 2)
-    if half < SMALLEST_HALF:
+    if rows < 2 * SMALLEST_HALF:
         return (task,)
+    half = -(-rows // 2)
     if task.kind in TRIANGLES:
         return cut((task,), Grain(half, rows))
     between = task.q_start + half

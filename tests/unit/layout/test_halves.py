@@ -42,9 +42,8 @@ def test_the_same_pairs(
     parts = (*found.first, *found.last)
     assert torch.equal(covered(parts, 2 * each), covered(tasks, 2 * each))
     areas = [sum(t.area for t in part) for part in (found.first, found.last)]
-    if smallest == 1 and grain is None and sum(areas) > 1:
-        assert sum(areas) == sum(t.area for t in tasks)
-        # No tile that could be cut is more than two thirds of all.
+    assert abs(areas[0] - areas[1]) <= max((t.area for t in parts), default=0)
+    if smallest == 1 and rule in (Causal(), Full()):
         assert min(areas) >= sum(areas) / 4
     if smallest == 128:
         assert set(parts) == set(tasks)
@@ -62,6 +61,6 @@ def test_a_causal_block_is_halved(kind: Layout) -> None:
 
 
 def test_a_small_tile_stays_whole() -> None:
-    task = TileTask(0, 2 * SMALLEST_HALF - 2, 0, 2 * SMALLEST_HALF - 2, Tile.CAUSAL)
+    task = TileTask(0, 2 * SMALLEST_HALF - 1, 0, 2 * SMALLEST_HALF - 1, Tile.CAUSAL)
     assert halves([task]) == module.Halves((task,))
     assert halves([]) == module.Halves(())
