@@ -1,12 +1,14 @@
 """Attention over two machines with a slow link: ring across and ulysses inside, against ulysses.
 
-    python benchmarks/bench_two_nodes.py [--mbit 100] [--length 8192] [--repeats 5]
+    python benchmarks/bench_two_nodes.py [--mbit 100] [--length 8192] [--repeats 5] [--paced 12]
 
 Needs Linux and root: the machines are network namespaces joined by a veth pair, whose rate
 `tc tbf` limits in both directions; each has two ranks, started by `torchrun --nnodes 2`. Wall time,
 forward and backward, causal, fp32, minimum of the repeats. `hidden` is the part of the ring's
 time on the link that the step does not wait for: 1 - (limited - free) / (bytes / rate), where
-`free` is the same without a limit. The processes share the cores of this machine.
+`free` is the same without a limit. The processes share the cores of this machine. `--paced NS`:
+kernels compute nothing but sleep, NS nanoseconds for a pair of a head and 2.5 times that in
+backward; what hides behind them is then the same on a machine that others use as well.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ import torch.distributed as dist
 from namespaces import two_machines
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from seqcomp.layout.masks import Causal
 from seqcomp.layout.sequence import SequenceLayout
-from seqcomp.runtime.attention import AttentionPlan, attention
+from seqcomp.runtime.attention import AttentionPlan, attention, kernels
+from seqcomp.runtime.attention.kernels import Grads, Kernel
 from seqcomp.runtime.dist import process_context
 
 LOCAL = 2
@@ -63,9 +67,33 @@ def measure(args: argparse.Namespace, ring: int, ulysses: int) -> dict[str, floa
     return {"seconds": min(seconds[1:]), **sent}
 
 
+def paced(ns: float) -> Kernel:
+    """A kernel that takes its time and computes nothing."""
+
+    def sleep(q: Tensor, k: Tensor, *, causal: bool, factor: float) -> None:
+        pairs = q.shape[:-1].numel() * k.shape[2] / (2 if causal else 1)
+        time.sleep(factor * ns * 1e-9 * pairs)
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: object
+    ) -> tuple[Tensor, Tensor]:
+        sleep(q, k, causal=causal, factor=1)
+        return v.new_zeros(*q.shape[:3], v.shape[3]), q.new_zeros(q.shape[:3])
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, causal: bool, **_: object
+    ) -> Grads:
+        sleep(q, k, causal=causal, factor=2.5)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+    return Kernel("paced", forward, backward, grouped=True)
+
+
 def work(args: argparse.Namespace) -> None:
     """One rank."""
     torch.set_num_threads(1)
+    if args.paced:
+        kernels.kernel = lambda name, **_: paced(args.paced)
     dist.init_process_group("gloo")
     found = {name: measure(args, *sizes) for name, sizes in STRATEGIES.items()}
     if dist.get_rank() == 0:
@@ -102,6 +130,7 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--paced", type=float, default=0.0, metavar="NS")
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.out:
