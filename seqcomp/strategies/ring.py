@@ -2,7 +2,8 @@
 
 Everything but attention runs on s/P tokens. Q stays; K and V, KV heads only, visit every rank
 in P-1 hops. In backward K/V make P-1 hops again, and so do dK/dV: the first block's
-contribution stays at home, the travelling accumulator starts with the second block.
+contribution stays at home, the travelling accumulator starts with the second block. Half of a
+rank's own block is computed last in backward: behind it the last hop hides.
 
 Under masks that leave most keys unseen (windows), each rank sends to each other just the keys that
 one needs, and the gradients of the keys it got.
