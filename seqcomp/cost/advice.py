@@ -44,7 +44,7 @@ def _help(plan: ResolvedPlan, model: ModelShape, cluster: Cluster, run: Run) -> 
         resolved = _resolved(changed, model, length)
         if resolved is None or resolved.world_size > cluster.gpus:
             return False
-        rows = memory_rows(resolved, model, replace(run, seq_len=length))
+        rows = memory_rows(resolved, model, run.with_length(length))
         return peak_bytes(rows) <= capacity
 
     texts, most = list[str](), plan.plan

@@ -17,7 +17,7 @@ from seqcomp.cost.memory import HeldRow, memory_rows, peak_bytes
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Event, Timeline
-from seqcomp.cost.workload import BlockSteps, Workload, dtype_of, padded, workload_of
+from seqcomp.cost.workload import BlockSteps, Workload, dtype_of, layout_of, padded, workload_of
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.resolve import ResolvedPlan
@@ -69,6 +69,7 @@ class Estimate:
             "batch": self.run.batch,
             "dtype": self.run.dtype,
             "mode": self.run.mode,
+            "documents": None if self.run.packed is None else str(self.run.packed),
             "step_seconds": self.step_seconds,
             "compute_seconds": self.compute_seconds,
             "exposed_seconds": self.exposed_seconds,
@@ -160,7 +161,7 @@ def _passes(
     """How often each timeline runs in a step: of each group forward and backward, and the ends."""
     group = Group(plan, cluster)
     contention = cluster.device.kernels.contention
-    layout = plan.layout_for(run.seq_len, model.all_causal)
+    layout = layout_of(plan, model, run)
     checkpoint = plan.plan.memory.checkpoint
     for block, steps in zip(model.blocks, work.blocks, strict=True):
         layer = Layer(group, block, steps, run, layout, model.hidden)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from seqcomp.cost.collectives import collective_seconds
 from seqcomp.cost.kernels import attention_seconds, dense_seconds, stream_seconds
-from seqcomp.cost.rounds import round_pairs
+from seqcomp.cost.rounds import Rounds, Tiles, rounds_of
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block
 from seqcomp.cost.timeline import Timeline
@@ -62,7 +62,7 @@ class Group:
 class Layer:
     """One block of a model on one rank: its pieces, and in which order they run.
 
-    hidden: width between blocks.
+    hidden: width between blocks. rounds: of attention, where it is not what the run says.
     """
 
     group: Group
@@ -71,6 +71,7 @@ class Layer:
     run: Run
     layout: SequenceLayout
     hidden: int
+    rounds: Rounds | None = None
 
     def forward(self, into: Timeline) -> None:
         """The pieces in their order."""
@@ -138,18 +139,18 @@ class Layer:
         self.group.send(into, what, exchanges[1:])
 
     def _rounds(self, into: Timeline, ring: list[CommStep], *, backward: bool) -> None:
-        pairs = round_pairs(self.block, self.layout, self.run.seq_len)
-        if not ring or ring[0].kind == "all_gather":
+        work = self.work
+        if not ring or ring[0].kind != "p2p":
             gathers = [s for s in ring if s.kind == "all_gather"]
             self.group.send(into, "keys and values", gathers)
             name = "attention backward" if backward else "attention"
-            into.compute(name, self._tile(sum(pairs), backward=backward))
+            into.compute(name, self._tiles(work.whole, backward=backward))
             rest = [s for s in ring if s.kind != "all_gather"]
             self.group.send(into, "gradients of keys and values", rest)
             return
         merge = self._merge(backward=backward)
-        known = {p: self._tile(p, backward=backward) for p in set(pairs)}
-        tiles = [known[p] + (merge if index else 0.0) for index, p in enumerate(pairs)]
+        known = {own: self._tiles(own, backward=backward) for own in set(work.each)}
+        tiles = [known[own] + (merge if index else 0.0) for index, own in enumerate(work.each)]
         keys, *grads = ring
         hop = self.group.seconds(keys) / keys.count
         hops = [hop if index < keys.count else 0.0 for index in range(len(tiles))]
@@ -163,6 +164,9 @@ class Layer:
         name = "attention backward" if backward else "attention"
         into.rounds(name, axis, link, tiles, hops)
         into.exchange("p2p of gradients of keys and values", axis, link, last)
+
+    def _tiles(self, tiles: Tiles, *, backward: bool) -> float:
+        return sum(count * self._tile(pairs, backward=backward) for pairs, count in tiles)
 
     def _tile(self, pairs: float, *, backward: bool) -> float:
         own = self.heads
@@ -179,6 +183,12 @@ class Layer:
         return stream_seconds(self._device, moved) + self._device.kernels.ring_round
 
     # --- pieces, seconds of a forward --------------------------------------------------------
+
+    @cached_property
+    def work(self) -> Rounds:
+        """Of attention, in visible pairs."""
+        mask = self.run.mask(self.block.rule)
+        return self.rounds or rounds_of(mask, self.layout, self.run.seq_len)
 
     @cached_property
     def heads(self) -> AttentionShape:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from seqcomp.cost.run import ELEMENT_BYTES, Run
 from seqcomp.cost.shape import Block, ModelShape
+from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.layout.travel import travel_of
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.strategies.base import AttentionShape, CommStep, Kind, Phase, part
@@ -35,8 +36,12 @@ class Widths:
 
 def padded(plan: ResolvedPlan, model: ModelShape, run: Run) -> Run:
     """The run as ranks see it: with the tokens that fill the sequence up."""
-    layout = plan.layout_for(run.seq_len, model.all_causal)
-    return replace(run, seq_len=layout.padded(run.seq_len))
+    return run.with_length(layout_of(plan, model, run).padded(run.seq_len))
+
+
+def layout_of(plan: ResolvedPlan, model: ModelShape, run: Run) -> SequenceLayout:
+    """As ranks choose it: a mask that depends on documents is no causal one to ``auto``."""
+    return plan.layout_for(run.seq_len, model.all_causal and run.packed is None)
 
 
 def dtype_of(plan: ResolvedPlan, run: Run) -> tuple[str, int]:
@@ -117,8 +122,7 @@ def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> Blo
     tensor = _tensor(plan, shape)
     if block.token_local:
         tensor = tuple(_half(step) for step in tensor)  # around attention alone
-    layout = plan.layout_for(run.seq_len, model.all_causal)
-    travel = travel_of(block.rule, layout, run.seq_len) if block.mask == "window" else None
+    travel = travel_of(run.mask(block.rule), layout_of(plan, model, run), run.seq_len)
     ring_rank = 0 if travel is None else travel.busiest
     attention = attention_steps(plan, shape, travel=travel, ring_rank=ring_rank)
     checkpoint = plan.plan.memory.checkpoint

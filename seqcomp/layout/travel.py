@@ -6,10 +6,15 @@ documents), each rank sends straight to each other what that one's queries see.
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from seqcomp.layout.bands import Limits
+from seqcomp.layout.blocks import block_size
+from seqcomp.layout.documents import Documents
 from seqcomp.layout.masks import Causal, Full, Mask
 from seqcomp.layout.sequence import SequenceLayout
 
@@ -75,14 +80,67 @@ def travel_of(mask: Mask, layout: SequenceLayout, length: int) -> Travel | None:
     """What travels under a rule on positions; None where whole blocks go round the ring.
 
     Full and causal attention keep the ring: they need nearly all of it over the whole sequence,
-    and a ring loads the links between neighbours only.
+    and a ring loads the links between neighbours only. Documents are known to ranks from the data
+    of a call, block by block of a grid.
     """
     if layout.ring == 1 or isinstance(mask, Full | Causal):
         return None
+    if isinstance(mask, Documents):
+        return mask.once(("travel", layout, length), lambda: _of_documents(mask, layout, length))
     ranks = [layout.ring_ranges(length, rank) for rank in range(layout.ring)]
     needs = tuple(tuple(keys_seen(mask, q, k) for k in ranks) for q in ranks)
     travel = Travel(length // layout.ring, needs)
     return travel if travel.saves() else None
+
+
+def _of_documents(mask: Documents, layout: SequenceLayout, length: int) -> Travel | None:
+    keys, ranks = length // layout.ring, range(layout.ring)
+    block = block_size(keys)
+    rows = [_outermost(layout.ring_ranges(length, rank), block) for rank in ranks]
+    columns = [tuple(zip(*row, strict=True)) for row in rows]
+    needs = []
+    for own in rows:
+        wanted = united(_positions_seen(mask, own))
+        needs.append(tuple(_blocks_seen(wanted, *column, block, keys) for column in columns))
+    travel = Travel(keys, tuple(needs))
+    return travel if travel.saves() else None
+
+
+def _outermost(ranges: Sequence[range], block: int) -> list[tuple[int, int]]:
+    """First and last position of each block of a rank's tokens."""
+    starts = list(itertools.accumulate(map(len, ranges), initial=0))
+
+    def position(token: int) -> int:
+        at = bisect_right(starts, token) - 1
+        return ranges[at][token - starts[at]]
+
+    count = starts[-1]
+    return [
+        (position(at), position(min(at + block, count) - 1)) for at in range(0, count, block)
+    ]
+
+
+def _positions_seen(mask: Documents, blocks: Iterable[tuple[int, int]]) -> Iterable[range]:
+    """For each block of queries the positions between which what it sees must be."""
+    limits = mask.rule.limits or Limits()
+    for first, last in blocks:
+        start, stop = mask.starts[mask.number(first)], mask.starts[mask.number(last) + 1]
+        if limits.high is not None:
+            start = max(start, first - limits.high)
+        if limits.low is not None:
+            stop = min(stop, last - limits.low + 1)
+        yield range(start, max(start, stop))
+
+
+def _blocks_seen(
+    wanted: Intervals, firsts: Sequence[int], lasts: Sequence[int], block: int, keys: int
+) -> Intervals:
+    """The keys of the blocks of one rank that reach into wanted positions."""
+    runs = []
+    for part in wanted:
+        start, stop = bisect_left(lasts, part.start), bisect_left(firsts, part.stop)
+        runs.append(range(start * block, max(start * block, min(stop * block, keys))))
+    return united(runs)
 
 
 def keys_seen(mask: Mask, q_ranges: Sequence[range], k_ranges: Sequence[range]) -> Intervals:
