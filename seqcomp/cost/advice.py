@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from seqcomp.cost.memory import memory_rows, peak_bytes
 from seqcomp.cost.run import Run

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from seqcomp.cost.advice import does_not_fit
+from seqcomp.cost.balance import BY_CAUSAL_MASKS, Busiest, busiest_of, uneven
 from seqcomp.cost.ends import End
 from seqcomp.cost.flops import CONVENTIONS, flops_of, tokens_of
 from seqcomp.cost.kernels import peak_of
@@ -32,7 +33,8 @@ class Estimate:
     layer of the first group, forward and then (training) backward. ``memory`` rows add up to
     ``peak_bytes`` of the ``capacity`` of one device, but for those in host memory. ``flops`` of
     all ranks, and ``mfu``, over the peak of all, by convention (`CONVENTIONS`). ``price`` of one
-    step, in the unit of the price of a GPU hour; None without one.
+    step, in the unit of the price of a GPU hour; None without one. ``busiest``: of the ranks along
+    a ring, those whose work and bytes are counted.
     """
 
     cluster: str
@@ -53,6 +55,7 @@ class Estimate:
     gpu_hours: float
     price: float | None
     findings: tuple[Diagnostic, ...]
+    busiest: Busiest = field(default_factory=Busiest)
 
     @property
     def fits(self) -> bool:
@@ -85,6 +88,7 @@ class Estimate:
             "tokens_per_second": self.tokens_per_second,
             "gpu_hours": self.gpu_hours,
             "price": self.price,
+            "busiest": self.busiest.to_json(),
             "findings": [finding.to_json() for finding in self.findings],
         }
 
@@ -130,7 +134,9 @@ def estimate(
     flops = flops_of(plan, model, run)
     most = peak_of(cluster.device, dtype_of(plan, run)[0]) * plan.world_size
     hours = step * plan.world_size / 3600
-    findings = [*plan.findings, *_left_out(plan)]
+    findings = [*_of_plan(plan, run), *_left_out(plan)]
+    if advise:
+        findings += uneven(plan, model, run)
     if peak > cluster.device.memory and advise:
         findings.append(does_not_fit(plan, model, cluster, run, peak))
     return Estimate(
@@ -152,6 +158,7 @@ def estimate(
         gpu_hours=hours,
         price=None if gpu_hour_price is None else hours * gpu_hour_price,
         findings=tuple(findings),
+        busiest=busiest_of(plan, model, whole),
     )
 
 
@@ -195,6 +202,10 @@ def _one_layer(parts: tuple[tuple[int, Timeline], ...], *, trains: bool) -> tupl
         found += [Event(e.stream, e.what, e.start + at, e.end + at) for e in timeline.events]
         at += timeline.now
     return tuple(found)
+
+
+def _of_plan(plan: ResolvedPlan, run: Run) -> Iterator[Diagnostic]:
+    yield from (f for f in plan.findings if run.packed is None or f.code not in BY_CAUSAL_MASKS)
 
 
 def _left_out(plan: ResolvedPlan) -> Iterator[Diagnostic]:

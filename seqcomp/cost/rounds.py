@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from seqcomp.cost.shape import Block
 from seqcomp.layout.documents import Documents
 from seqcomp.layout.intervals import visible_area, work
-from seqcomp.layout.masks import Band, Causal, Full, Mask
+from seqcomp.layout.masks import Band, Full, Mask
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.layout.travel import travel_of
 
@@ -63,7 +63,9 @@ def _windowed(mask: Mask, layout: SequenceLayout, length: int) -> Rounds:
     areas = work(mask, layout, length)
     rank = max(range(layout.ring), key=areas.__getitem__)
     own = max(
-        visible_area(mask, q, q) for r in range(layout.ring) for q in (layout.ring_ranges(length, r),)
+        visible_area(mask, q, q)
+        for r in range(layout.ring)
+        for q in (layout.ring_ranges(length, r),)
     )
     most, rest = areas[rank], _hops(mask, layout, length)
     others = tuple((((most - own) / rest, 1.0),) for _ in range(rest))

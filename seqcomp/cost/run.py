@@ -59,7 +59,9 @@ class Run:
 
     def _misfit(self) -> list[Diagnostic]:
         packed = self.packed
-        if packed is None or (packed.length == self.seq_len and all(n >= 1 for n in packed.lengths)):
+        if packed is None or (
+            packed.length == self.seq_len and all(n >= 1 for n in packed.lengths)
+        ):
             return []
         return [
             diagnostic(

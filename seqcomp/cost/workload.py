@@ -122,14 +122,22 @@ def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> Blo
     tensor = _tensor(plan, shape)
     if block.token_local:
         tensor = tuple(_half(step) for step in tensor)  # around attention alone
-    travel = travel_of(run.mask(block.rule), layout_of(plan, model, run), run.seq_len)
-    ring_rank = 0 if travel is None else travel.busiest
-    attention = attention_steps(plan, shape, travel=travel, ring_rank=ring_rank)
+    attention = attention_of(plan, model, block, run, layout_of(plan, model, run))
     checkpoint = plan.plan.memory.checkpoint
     again: tuple[CommStep, ...] = ()
     if run.trains and checkpoint != "none":
         tensor, again = _again(tensor, attention, keeps=checkpoint == "selective")
     return BlockSteps(tensor, attention, again, _of_parameters(plan, block, width, run))
+
+
+def attention_of(
+    plan: ResolvedPlan, model: ModelShape, block: Block, run: Run, layout: SequenceLayout
+) -> tuple[CommStep, ...]:
+    """What the busiest rank of a ring sends inside one attention of a padded run."""
+    shape = block.attention(run.batch, run.seq_len, widths_of(plan, run).activation, model.hidden)
+    travel = travel_of(run.mask(block.rule), layout, run.seq_len)
+    ring_rank = 0 if travel is None else travel.busiest
+    return attention_steps(plan, shape, travel=travel, ring_rank=ring_rank)
 
 
 def _tensor(plan: ResolvedPlan, shape: AttentionShape) -> tuple[CommStep, ...]:

@@ -22,7 +22,7 @@ class Documents(Mask):
     """``rule`` between tokens of one document; documents of ``lengths`` follow each other."""
 
     lengths: tuple[int, ...]
-    rule: Mask = Causal()
+    rule: Mask = field(default_factory=Causal)
     _known: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
@@ -82,9 +82,7 @@ class Documents(Mask):
         runs = ((n, len(list(run))) for n, run in itertools.groupby(self.lengths))
         return ",".join(f"{n}x{count}" if count > 1 else f"{n}" for n, count in runs)
 
-    def _shared(
-        self, q: range, k: range
-    ) -> Iterator[tuple[tuple[int, range], tuple[int, range]]]:
+    def _shared(self, q: range, k: range) -> Iterator[tuple[tuple[int, range], tuple[int, range]]]:
         """With where each part begins in q and in k."""
         index = self.number(q.start) if len(q) else len(self.lengths)
         at = 0

@@ -97,11 +97,13 @@ def _of_documents(mask: Documents, layout: SequenceLayout, length: int) -> Trave
     keys, ranks = length // layout.ring, range(layout.ring)
     block = block_size(keys)
     rows = [_outermost(layout.ring_ranges(length, rank), block) for rank in ranks]
-    columns = [tuple(zip(*row, strict=True)) for row in rows]
+    columns = [([first for first, _ in row], [last for _, last in row]) for row in rows]
     needs = []
     for own in rows:
         wanted = united(_positions_seen(mask, own))
-        needs.append(tuple(_blocks_seen(wanted, *column, block, keys) for column in columns))
+        needs.append(
+            tuple(_blocks_seen(wanted, firsts, lasts, block, keys) for firsts, lasts in columns)
+        )
     travel = Travel(keys, tuple(needs))
     return travel if travel.saves() else None
 
@@ -115,9 +117,7 @@ def _outermost(ranges: Sequence[range], block: int) -> list[tuple[int, int]]:
         return ranges[at][token - starts[at]]
 
     count = starts[-1]
-    return [
-        (position(at), position(min(at + block, count) - 1)) for at in range(0, count, block)
-    ]
+    return [(position(at), position(min(at + block, count) - 1)) for at in range(0, count, block)]
 
 
 def _positions_seen(mask: Documents, blocks: Iterable[tuple[int, int]]) -> Iterable[range]:
