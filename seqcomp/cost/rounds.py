@@ -40,7 +40,9 @@ def rounds_of(mask: Mask, layout: SequenceLayout, length: int) -> Rounds:
     keys that are seen travel, ranks wait for those alone: the busiest in all decides.
     """
     if isinstance(mask, Documents):
-        return mask.once(("rounds", layout, length), lambda: _packed(mask, layout, length))
+        return mask.once(
+            ("rounds", layout.kind, layout.ring), lambda: _packed(mask, layout, length)
+        )
     if isinstance(mask, Band):
         return _windowed(mask, layout, length)
     r, c = layout.ring, length // layout.ring

@@ -46,7 +46,13 @@ class Travel:
 
     def count(self, receiver: int, source: int) -> int:
         """Number of keys that go from ``source`` to ``receiver``."""
-        return sum(map(len, self.needs[receiver][source]))
+        return self._counts[receiver][source]
+
+    @cached_property
+    def _counts(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(sum(map(len, runs)) if runs else 0 for runs in row) for row in self.needs
+        )
 
     def sent(self, rank: int) -> tuple[int, ...]:
         """Numbers of keys that ``rank`` sends to those who need some."""
@@ -58,7 +64,7 @@ class Travel:
         found = [self.count(rank, source) for source in range(self.size) if source != rank]
         return tuple(n for n in found if n)
 
-    @property
+    @cached_property
     def busiest(self) -> int:
         """The rank that sends most keys and, in backward, gradients of keys; of several the first.
 
@@ -86,7 +92,9 @@ def travel_of(mask: Mask, layout: SequenceLayout, length: int) -> Travel | None:
     if layout.ring == 1 or isinstance(mask, Full | Causal):
         return None
     if isinstance(mask, Documents):
-        return mask.once(("travel", layout, length), lambda: _of_documents(mask, layout, length))
+        return mask.once(
+            ("travel", layout.kind, layout.ring), lambda: _of_documents(mask, layout, length)
+        )
     ranks = [layout.ring_ranges(length, rank) for rank in range(layout.ring)]
     needs = tuple(tuple(keys_seen(mask, q, k) for k in ranks) for q in ranks)
     travel = Travel(length // layout.ring, needs)
@@ -98,12 +106,14 @@ def _of_documents(mask: Documents, layout: SequenceLayout, length: int) -> Trave
     block = block_size(keys)
     rows = [_outermost(layout.ring_ranges(length, rank), block) for rank in ranks]
     columns = [([first for first, _ in row], [last for _, last in row]) for row in rows]
-    needs = []
-    for own in rows:
-        wanted = united(_positions_seen(mask, own))
-        needs.append(
-            tuple(_blocks_seen(wanted, firsts, lasts, block, keys) for firsts, lasts in columns)
-        )
+    wanted = [united(_positions_seen(mask, own)) for own in rows]
+    first, last = min(row[0][1] for row in rows), max(row[-1][0] for row in rows)
+    if all(len(own) == 1 and own[0].start <= first and last < own[0].stop for own in wanted):
+        return None  # as striped ranks, every one needs all
+    needs = [
+        tuple(_blocks_seen(own, firsts, lasts, block, keys) for firsts, lasts in columns)
+        for own in wanted
+    ]
     travel = Travel(keys, tuple(needs))
     return travel if travel.saves() else None
 
@@ -136,6 +146,8 @@ def _blocks_seen(
     wanted: Intervals, firsts: Sequence[int], lasts: Sequence[int], block: int, keys: int
 ) -> Intervals:
     """The keys of the blocks of one rank that reach into wanted positions."""
+    if not wanted or wanted[0].start > lasts[-1] or wanted[-1].stop <= firsts[0]:
+        return ()
     runs = []
     for part in wanted:
         start, stop = bisect_left(lasts, part.start), bisect_left(firsts, part.stop)
