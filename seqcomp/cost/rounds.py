@@ -40,9 +40,7 @@ def rounds_of(mask: Mask, layout: SequenceLayout, length: int) -> Rounds:
     keys that are seen travel, ranks wait for those alone: the busiest in all decides.
     """
     if isinstance(mask, Documents):
-        return mask.once(
-            ("rounds", layout.kind, layout.ring), lambda: _packed(mask, layout, length)
-        )
+        return mask.once(("rounds", layout.kind, layout.ring), lambda: _packed(mask, layout))
     if isinstance(mask, Band):
         return _windowed(mask, layout, length)
     r, c = layout.ring, length // layout.ring
@@ -83,7 +81,8 @@ def _hops(mask: Mask, layout: SequenceLayout, length: int) -> int:
 # --- documents: tiles of each of them --------------------------------------------------------
 
 
-def _packed(mask: Documents, layout: SequenceLayout, length: int) -> Rounds:
+def _packed(mask: Documents, layout: SequenceLayout) -> Rounds:
+    length = mask.length
     ring, areas = layout.ring, work(mask, layout, length)
     ranks = [layout.ring_ranges(length, rank) for rank in range(ring)]
     busiest = max(range(ring), key=areas.__getitem__)
@@ -97,15 +96,15 @@ def _packed(mask: Documents, layout: SequenceLayout, length: int) -> Rounds:
         return Rounds((part,) * ring, whole, rank)
     if travel_of(mask, layout, length) is not None or ring == 1:
         others = [q for r, q in enumerate(ranks) if r != busiest]
-        rest = _merged(_tiles(mask, ranks[busiest], k) for k in others)
+        rest = merged(_tiles(mask, ranks[busiest], k) for k in others)
         spread = tuple((pairs, count / hops) for pairs, count in rest) if hops else ()
-        return Rounds((own, *(spread,) * hops), _merged((own, rest)), rank)
+        return Rounds((own, *(spread,) * hops), merged((own, rest)), rank)
     every = [
         [_tiles(mask, ranks[r], ranks[(r - step) % ring]) for r in range(ring)]
         for step in range(ring)
     ]
     each = tuple(max(tiles, key=_pairs) for tiles in every)
-    return Rounds(each, _merged(tiles[busiest] for tiles in every), rank)
+    return Rounds(each, merged(tiles[busiest] for tiles in every), rank)
 
 
 def _tiles(mask: Documents, q_ranges: Sequence[range], k_ranges: Sequence[range]) -> Tiles:
@@ -118,7 +117,8 @@ def _tiles(mask: Documents, q_ranges: Sequence[range], k_ranges: Sequence[range]
     return tuple((pairs, float(count)) for pairs, count in sorted(found.items()) if pairs)
 
 
-def _merged(parts: Iterable[Tiles]) -> Tiles:
+def merged(parts: Iterable[Tiles]) -> Tiles:
+    """All of them together."""
     found: dict[float, float] = {}
     for part in parts:
         for pairs, count in part:

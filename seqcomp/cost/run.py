@@ -52,16 +52,17 @@ class Run:
                     diagnostic("SC010", where=name, message=message, found=value, legal=legal)
                 )
         if self.documents is not None and not isinstance(self.documents, Documents):
-            object.__setattr__(self, "documents", Documents(tuple(self.documents)))
-        wrong += self._misfit()
+            packed = Documents(tuple(self.documents))
+            object.__setattr__(self, "documents", packed)
+            wrong += self._misfit(shortest=min(packed.lengths, default=0))
+        else:
+            wrong += self._misfit()
         if wrong:
             raise PlanError(wrong)
 
-    def _misfit(self) -> list[Diagnostic]:
+    def _misfit(self, shortest: int = 1) -> list[Diagnostic]:
         packed = self.packed
-        if packed is None or (
-            packed.length == self.seq_len and all(n >= 1 for n in packed.lengths)
-        ):
+        if packed is None or (packed.length == self.seq_len and shortest >= 1):
             return []
         return [
             diagnostic(

@@ -106,10 +106,9 @@ def _of_documents(mask: Documents, layout: SequenceLayout, length: int) -> Trave
     block = block_size(keys)
     rows = [_outermost(layout.ring_ranges(length, rank), block) for rank in ranks]
     columns = [([first for first, _ in row], [last for _, last in row]) for row in rows]
+    if layout.kind == "striped" and (keys % block or block) > 1:
+        return None  # between the outermost of a block of any rank are some of every other
     wanted = [united(_positions_seen(mask, own)) for own in rows]
-    first, last = min(row[0][1] for row in rows), max(row[-1][0] for row in rows)
-    if all(len(own) == 1 and own[0].start <= first and last < own[0].stop for own in wanted):
-        return None  # as striped ranks, every one needs all
     needs = [
         tuple(_blocks_seen(own, firsts, lasts, block, keys) for firsts, lasts in columns)
         for own in wanted
