@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -221,7 +220,13 @@ class Layer:
         queries, keys = b.heads * b.head_dim / t, b.parameters.kv / (1 if t > b.kv_heads else t)
         inner = queries + keys / self.hidden
         rotary = stream_seconds(self._device, 2 * self.tokens * inner * self.element)
-        return self._product(queries * self.hidden + keys, inner) + rotary
+        made_of = b.latent.queries if b.latent and b.latent.queries else self.hidden
+        found = self._product(queries * made_of + keys, inner) + rotary
+        if b.parameters.whole:
+            moved = (b.parameters.whole + self.tokens / t * 2 * self.hidden) * self.element
+            flops = 2 * self.tokens / t * b.parameters.whole
+            found += dense_seconds(self._device, self._dtype, flops, self.tokens / t, moved)
+        return found
 
     @cached_property
     def out(self) -> float:
@@ -234,8 +239,8 @@ class Layer:
     def mlp(self) -> float:
         """Its products and what stands between them."""
         b, t = self.block, self._plan.tensor_size
-        attention = b.heads * (b.head_dim + (b.value_dim or b.head_dim)) * self.hidden
-        rest = max(b.active_parameters - attention - b.parameters.kv, 0) / t
+        attention = b.attention_matrices(self.hidden) + b.parameters.kv + b.parameters.whole
+        rest = max(b.active_parameters - attention, 0) / t
         inner = b.mlp_width * max(b.active, 1) / t
         between = (3 if b.gated else 2) * self.tokens * inner * self.element
         return self._product(rest, inner) + stream_seconds(self._device, between)
@@ -264,7 +269,7 @@ class Layer:
         self, steps: tuple[CommStep, ...], phase: Phase
     ) -> tuple[list[CommStep], list[CommStep]]:
         """Gathers and scatters of a phase, one by one."""
-        found = [one for s in steps if s.phase == phase for one in _single(s)]
+        found = [s for s in steps if s.phase == phase]
         kinds = ("all_gather", "reduce_scatter")
         gathers, scatters = ([s for s in found if s.kind == kind] for kind in kinds)
         return gathers, scatters
@@ -275,9 +280,3 @@ class Layer:
         """Exchanges of ulysses, and steps of the ring."""
         own, ring = [s for s in steps if s.phase == phase], self._plan.ring_axis
         return [s for s in own if s.axis != ring], [s for s in own if s.axis == ring]
-
-
-def _single(step: CommStep) -> Iterator[CommStep]:
-    sent = step.bytes_sent // step.count
-    for _ in range(step.count):
-        yield CommStep(step.kind, step.axis, sent, 1, step.phase, step.overlappable)

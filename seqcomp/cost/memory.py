@@ -97,7 +97,7 @@ def _state(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> It
 def block_parameters(block: Block, tensor: int) -> int:
     """Of one block, what one tensor rank holds."""
     p = block.parameters
-    return p.on_tensor_rank(tensor, block.kv_heads) + p.experts + p.norms
+    return p.on_tensor_rank(tensor, block.kv_heads) + p.experts + p.norms + p.whole
 
 
 # --- activations -----------------------------------------------------------------------------
@@ -197,6 +197,8 @@ def kept_of(
             kept -= tokens * e * before
     elif t > block.kv_heads and not keeps:
         kept += (group - tokens) * e * shape.kv_heads * shape.kv_head  # made whole, then sliced
+    if block.latent is not None and t > 1 and not keeps:
+        kept += 2 * (group - tokens) * e * block.latent.rotary  # gathered, and turned
     if keeps and t > 1:
         kept += 2 * tokens * e * model.hidden  # results of the reduce-scatters
     return kept
