@@ -18,6 +18,7 @@ from seqcomp.cost.memory import HeldRow, memory_rows, peak_bytes
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Event, Timeline
+from seqcomp.cost.unfused import dense_masks
 from seqcomp.cost.workload import BlockSteps, Workload, dtype_of, layout_of, padded, workload_of
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
@@ -136,7 +137,7 @@ def estimate(
     hours = step * plan.world_size / 3600
     findings = [*_of_plan(plan, run), *_left_out(plan)]
     if advise:
-        findings += uneven(plan, model, run)
+        findings += [*uneven(plan, model, run), *dense_masks(plan, model, run)]
     if peak > cluster.device.memory and advise:
         findings.append(does_not_fit(plan, model, cluster, run, peak))
     return Estimate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,6 +12,7 @@ from seqcomp.cost.rounds import Rounds, Tiles, rounds_of
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block
 from seqcomp.cost.timeline import Timeline
+from seqcomp.cost.unfused import Written, computed, takes_dense_mask, written
 from seqcomp.cost.workload import BlockSteps, dtype_of
 from seqcomp.hardware.cluster import Cluster, Device, Span
 from seqcomp.layout.sequence import SequenceLayout
@@ -171,7 +173,18 @@ class Layer:
         own = self.heads
         flops = 2 * self.run.batch * pairs * (own.width + own.value_width)
         flops *= BACKWARD if backward else 1
-        return attention_seconds(self._device, self._dtype, pairs, flops, backward=backward)
+        device, how = self._device, self.written
+        scores = self.run.batch * own.heads * pairs
+        if how is None:
+            found = attention_seconds(device, self._dtype, pairs, flops, backward=backward)
+            if takes_dense_mask(self._plan, self.block, self.run):  # every head reads it
+                found = max(found, stream_seconds(device, scores * self.element))
+            return found
+        wide = how.wide and "fp32" in device.peak
+        name, size = ("fp32", 4) if wide else (self._dtype, self.element)
+        passes = how.backward if backward else how.forward
+        products = dense_seconds(device, name, flops, math.sqrt(pairs), 0)
+        return products + stream_seconds(device, passes * size * scores)
 
     def _merge(self, *, backward: bool) -> float:
         """Of a round's results into the sums so far, in fp32, and what else a round takes."""
@@ -186,8 +199,16 @@ class Layer:
     @cached_property
     def work(self) -> Rounds:
         """Of attention, in visible pairs."""
-        mask = self.run.mask(self.block.rule)
-        return self.rounds or rounds_of(mask, self.layout, self.run.seq_len)
+        plan, block, run = self._plan, self.block, self.run
+        found = self.rounds or rounds_of(run.mask(block.rule), self.layout, run.seq_len)
+        if self.written or takes_dense_mask(plan, block, run):
+            return computed(found, plan, block, run, self.layout)
+        return found
+
+    @cached_property
+    def written(self) -> Written | None:
+        """How scores are written down, where they are."""
+        return written(self._plan, self.block, self.run)
 
     @cached_property
     def heads(self) -> AttentionShape:

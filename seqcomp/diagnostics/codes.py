@@ -226,6 +226,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "Their times differ by less than the cost model is exact."),
     ("SC424", "note", "the best plan nearly fills the memory",
      "What is not counted may be more than what is left."),
+    ("SC425", "note", "windows are masks of all pairs here",
+     "One device has no other way to say them; tiles know which keys a query sees."),
     # --- calls and ranks ------------------------------------------------------------------
     ("SC501", "error", "an argument is missing", "The model's forward requires it."),
     ("SC502", "error", "an unknown argument", "The model's forward does not take it."),

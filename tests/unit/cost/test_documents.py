@@ -129,7 +129,7 @@ def test_wrong_documents_are_refused_with_what_is_missing() -> None:
 
 
 def test_a_search_knows_what_documents_spare() -> None:
-    """Of documents that ranks hold whole a contiguous ring is best; the result says what it is of."""
+    """Of documents that ranks hold whole a contiguous ring is best."""
     cluster = ideal(1e13, 1e9, gpus_per_node=8)
     run = Run(S, mode="prefill", documents=(512,) * 8)
     found, plain = (search(SMALL, cluster, r, gpus=8) for r in (run, Run(S, mode="prefill")))

@@ -1,4 +1,4 @@
-"""Latent attention: what it sends, holds and saves under megatron_sp, as the lowered graph has it."""
+"""Latent attention under megatron_sp: what it sends, holds and saves, as the lowered graph does."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_as_explained(dense: int, plan: Any, shapes: dict[int, ModelShape]) -> N
         assert held[what] == said[what].bytes
     if not said["saved activations"].at_least:  # what untraced experts save is not in it
         kept = held["saved activations"] + held["saved outside of blocks"]
-        assert kept == pytest.approx(said["saved activations"].bytes, rel=0.03)
+        # Tables of positions, of which blocks in a checkpoint keep none, weigh in so small a model.
+        slack = 0.03 if resolved.plan.memory.checkpoint == "none" else 0.08
+        assert kept == pytest.approx(said["saved activations"].bytes, rel=slack)
     whole = estimate(resolved, shape, load_cluster("h100"), run, advise=False)
     assert whole.exposed["tensor"] > 0
 
