@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from seqcomp.cli.estimate import Dtype
+from seqcomp.cli.dtypes import Speed
 from seqcomp.cli.options import DebugOption, JsonOption
 from seqcomp.cli.refusal import WRONG_USAGE
 
@@ -36,7 +36,7 @@ def bench(
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of a process.")] = 1,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of attention: bf16 on GPUs, fp32 on CPUs by default.")
+        Speed | None, typer.Option(help="Of attention: bf16 on GPUs, fp32 on CPUs by default.")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes: rough figures within seconds.")

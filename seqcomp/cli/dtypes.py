@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from seqcomp.diagnostics import Diagnostic, diagnostic
+
+if TYPE_CHECKING:
+    from seqcomp.hardware.cluster import Cluster
 
 
 class Dtype(StrEnum):
@@ -27,6 +33,29 @@ class VerifiedDtype(StrEnum):
     float64 = "float64"
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+class Speed(StrEnum):
+    """Those in which machines have speeds."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+
+def dtype_on(cluster: Cluster, wanted: StrEnum | None) -> tuple[str, tuple[Diagnostic, ...]]:
+    """What is wanted; else bf16, or where the cluster has no speed in it the first that it has."""
+    known = tuple(cluster.device.peak)
+    if wanted is not None or "bf16" in known or not known:
+        return (wanted or Speed.bf16).value, ()
+    note = diagnostic(
+        "SC419",
+        where=cluster.name,
+        message=f"{cluster.device.name} has no speed in bf16: computed in {known[0]}",
+        found=known,
+        help="--dtype names another",
+    )
+    return known[0], (note,)
 
 
 def torch_name(dtype: StrEnum) -> str:

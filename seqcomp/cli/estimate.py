@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from seqcomp.cli.options import BatchOption, DebugOption, JsonOption, LengthOption, PlanArgument
+from seqcomp.cli.dtypes import dtype_on
+from seqcomp.cli.options import (
+    BatchOption,
+    DebugOption,
+    DocumentsOption,
+    JsonOption,
+    LengthOption,
+    PlanArgument,
+    SpeedOption,
+    documents_in,
+)
 from seqcomp.cli.reading import reading
 from seqcomp.cli.refusal import REFUSED, refusal
 from seqcomp.diagnostics import PlanError, errors_in
 
 FITS = 0
 _USAGE = {"SC020", "SC027", "SC028"}
-
-
-class Dtype(StrEnum):
-    """Of weights and activations."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
 
 
 class Mode(StrEnum):
@@ -47,7 +50,8 @@ def estimate(
     ],
     seq_len: LengthOption,
     batch: BatchOption = 1,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.")] = Dtype.bf16,
+    documents: DocumentsOption = None,
+    dtype: SpeedOption = None,
     mode: Annotated[
         Mode, typer.Option(help="A training step, or a forward that keeps keys and values.")
     ] = Mode.train,
@@ -63,6 +67,7 @@ def estimate(
     for known shapes no torch.
     """
     from seqcomp.cost.estimate import estimate as run_estimate
+    from seqcomp.cost.run import Mode as RunMode
     from seqcomp.cost.run import Run
     from seqcomp.hardware.load import load_cluster
     from seqcomp.integrations.shapes import read_shape
@@ -70,14 +75,18 @@ def estimate(
     from seqcomp.plan.resolve import resolve
     from seqcomp.report.estimate import estimate_text
 
+    packed = documents_in(documents)
     try:
         machine = load_cluster(cluster)
+        computes, notes = dtype_on(machine, dtype)
         loaded = load_plan(plan)
         with reading(model):
             shape = read_shape(model)
         resolved = resolve(loaded, shape.facts, seq_len=seq_len)
-        run = Run(seq_len, batch, dtype.value, "train" if mode is Mode.train else "prefill")
+        kind: RunMode = "train" if mode is Mode.train else "prefill"
+        run = Run(seq_len, batch, computes, kind, packed)
         found = run_estimate(resolved, shape, machine, run, gpu_hour_price=gpu_hour_price)
+        found = replace(found, findings=(*found.findings, *notes))
     except PlanError as error:
         head = {"source": plan}
         raise refusal(error, head, as_json=as_json, debug=debug, usage=_USAGE) from None

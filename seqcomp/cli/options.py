@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from seqcomp.cli.dtypes import Dtype
+from seqcomp.cli.dtypes import Dtype, Speed
 from seqcomp.cost.run import MOST
+from seqcomp.layout.documents import lengths_of
 
 PlanArgument = Annotated[
     str, typer.Argument(metavar="PLAN", help="A file, or a preset such as usp_4x8.")
@@ -21,11 +22,35 @@ ModelOption = Annotated[
     ),
 ]
 LengthOption = Annotated[int, typer.Option(min=1, max=MOST, help="Full sequence length in tokens.")]
+DocumentsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LENGTHS",
+        help="Documents that every sequence packs, such as 4096,8192 or 4096x32; they add up to "
+        "the length.",
+    ),
+]
 BatchOption = Annotated[int, typer.Option(min=1, max=MOST, help="Sequences on each data rank.")]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Of weights and buffers; the model's own otherwise.")
+]
+SpeedOption = Annotated[
+    Speed | None,
+    typer.Option(help="Of weights and activations; bf16 otherwise, or what the cluster has."),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to standard output.")
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of what failed.")]
+
+
+def documents_in(text: str | None) -> tuple[int, ...] | None:
+    """The lengths that `DocumentsOption` names; usage error for what is none."""
+    if text is None:
+        return None
+    try:
+        return lengths_of(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text[:100]!r} is no list of lengths: 4096,8192 or 4096x32", param_hint="--documents"
+        ) from None

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from seqcomp.cli.estimate import Dtype, Mode
-from seqcomp.cli.options import DebugOption, JsonOption, LengthOption
+from seqcomp.cli.dtypes import dtype_on
+from seqcomp.cli.estimate import Mode
+from seqcomp.cli.options import (
+    DebugOption,
+    DocumentsOption,
+    JsonOption,
+    LengthOption,
+    SpeedOption,
+    documents_in,
+)
 from seqcomp.cli.reading import reading
 from seqcomp.cli.refusal import refusal
-from seqcomp.cost.run import MOST
+from seqcomp.cost.run import MOST, Run
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.plan.load import dump_plan
 
 if TYPE_CHECKING:
+    from seqcomp.hardware.cluster import Cluster
     from seqcomp.search.search import Found
 
 FOUND = 0
@@ -38,7 +48,8 @@ def search(
         int, typer.Option(min=1, max=MOST, help="Sequences of one step, of all GPUs together.")
     ] = 1,
     mode: Annotated[Mode, typer.Option(help="A training step, or a prefill.")] = Mode.train,
-    dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.")] = Dtype.bf16,
+    documents: DocumentsOption = None,
+    dtype: SpeedOption = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the best plan.")] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
@@ -48,9 +59,16 @@ def search(
     Exit 0 found, 1 nothing fits or refused, 2 wrong usage. Needs no GPU, and for known models no
     torch. The plan is for exactly as many GPUs as asked for.
     """
+    from seqcomp.hardware.load import load_cluster
+
+    packed = documents_in(documents)
     try:
+        machine = load_cluster(cluster)
+        computes, notes = dtype_on(machine, dtype)
+        run = Run(seq_len, batch, computes, "train" if mode is Mode.train else "prefill", packed)
         with reading(model):
-            found = _found(model, cluster, gpus, seq_len, batch, dtype.value, mode.value)
+            found = _found(model, machine, gpus, run)
+        found = replace(found, notes=(*found.notes, *notes))
         if out is not None:
             _write(out, found)
     except PlanError as error:
@@ -66,17 +84,11 @@ def search(
     raise typer.Exit(FOUND)
 
 
-def _found(
-    model: str, cluster: str, gpus: int | None, seq_len: int, batch: int, dtype: str, mode: str
-) -> Found:
-    from seqcomp.cost.run import Run
-    from seqcomp.hardware.load import load_cluster
+def _found(model: str, machine: Cluster, gpus: int | None, run: Run) -> Found:
     from seqcomp.integrations.shapes import read_shape
     from seqcomp.search.search import search as run_search
     from seqcomp.search.space import Space
 
-    machine = load_cluster(cluster)
-    run = Run(seq_len, batch, dtype, "train" if mode == "train" else "prefill")
     loss_inside = computes_loss(model)
     return run_search(
         read_shape(model),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from seqcomp.cost.memory import memory_rows, peak_bytes
 from seqcomp.cost.run import Run
@@ -44,7 +43,7 @@ def _help(plan: ResolvedPlan, model: ModelShape, cluster: Cluster, run: Run) -> 
         resolved = _resolved(changed, model, length)
         if resolved is None or resolved.world_size > cluster.gpus:
             return False
-        rows = memory_rows(resolved, model, replace(run, seq_len=length))
+        rows = memory_rows(resolved, model, run.with_length(length))
         return peak_bytes(rows) <= capacity
 
     texts, most = list[str](), plan.plan

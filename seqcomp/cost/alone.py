@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from seqcomp.cost.layer import Group, Layer
+from seqcomp.cost.rounds import Rounds
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Timeline
-from seqcomp.cost.workload import workload_of
+from seqcomp.cost.workload import layout_of, workload_of
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.resolve import ResolvedPlan
 
 
 def attention_timeline(
-    plan: ResolvedPlan, model: ModelShape, cluster: Cluster, run: Run
+    plan: ResolvedPlan,
+    model: ModelShape,
+    cluster: Cluster,
+    run: Run,
+    rounds: Rounds | None = None,
 ) -> Timeline:
-    """Of one layer of the first group, q, k and v to output and (training) back."""
-    layer = _layer(plan, model, cluster, run)
+    """Of one layer of the first group, q, k and v to output and (training) back.
+
+    rounds: its work, where that is not what the run says.
+    """
+    layer = replace(_layer(plan, model, cluster, run), rounds=rounds)
     timeline = Timeline(cluster.device.kernels.contention)
     layer.attention(timeline, "forward")
     if run.trains:
@@ -47,6 +57,6 @@ def _layer(plan: ResolvedPlan, model: ModelShape, cluster: Cluster, run: Run) ->
         block=model.blocks[0],
         steps=workload_of(plan, model, run).blocks[0],
         run=run,
-        layout=plan.layout_for(run.seq_len, model.facts.all_causal),
+        layout=layout_of(plan, model, run),
         hidden=model.hidden,
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from seqcomp.cost.advice import does_not_fit
+from seqcomp.cost.balance import BY_CAUSAL_MASKS, Busiest, busiest_of, uneven
 from seqcomp.cost.ends import End
 from seqcomp.cost.flops import CONVENTIONS, flops_of, tokens_of
 from seqcomp.cost.kernels import peak_of
@@ -17,7 +18,8 @@ from seqcomp.cost.memory import HeldRow, memory_rows, peak_bytes
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Event, Timeline
-from seqcomp.cost.workload import BlockSteps, Workload, dtype_of, padded, workload_of
+from seqcomp.cost.unfused import dense_masks
+from seqcomp.cost.workload import BlockSteps, Workload, dtype_of, layout_of, padded, workload_of
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.resolve import ResolvedPlan
@@ -32,7 +34,8 @@ class Estimate:
     layer of the first group, forward and then (training) backward. ``memory`` rows add up to
     ``peak_bytes`` of the ``capacity`` of one device, but for those in host memory. ``flops`` of
     all ranks, and ``mfu``, over the peak of all, by convention (`CONVENTIONS`). ``price`` of one
-    step, in the unit of the price of a GPU hour; None without one.
+    step, in the unit of the price of a GPU hour; None without one. ``busiest``: of the ranks along
+    a ring, those whose work and bytes are counted.
     """
 
     cluster: str
@@ -53,6 +56,7 @@ class Estimate:
     gpu_hours: float
     price: float | None
     findings: tuple[Diagnostic, ...]
+    busiest: Busiest = field(default_factory=Busiest)
 
     @property
     def fits(self) -> bool:
@@ -69,6 +73,7 @@ class Estimate:
             "batch": self.run.batch,
             "dtype": self.run.dtype,
             "mode": self.run.mode,
+            "documents": None if self.run.packed is None else str(self.run.packed),
             "step_seconds": self.step_seconds,
             "compute_seconds": self.compute_seconds,
             "exposed_seconds": self.exposed_seconds,
@@ -84,6 +89,7 @@ class Estimate:
             "tokens_per_second": self.tokens_per_second,
             "gpu_hours": self.gpu_hours,
             "price": self.price,
+            "busiest": self.busiest.to_json(),
             "findings": [finding.to_json() for finding in self.findings],
         }
 
@@ -129,7 +135,9 @@ def estimate(
     flops = flops_of(plan, model, run)
     most = peak_of(cluster.device, dtype_of(plan, run)[0]) * plan.world_size
     hours = step * plan.world_size / 3600
-    findings = [*plan.findings, *_left_out(plan)]
+    findings = [*_of_plan(plan, run), *_left_out(plan)]
+    if advise:
+        findings += [*uneven(plan, model, run), *dense_masks(plan, model, run)]
     if peak > cluster.device.memory and advise:
         findings.append(does_not_fit(plan, model, cluster, run, peak))
     return Estimate(
@@ -151,6 +159,7 @@ def estimate(
         gpu_hours=hours,
         price=None if gpu_hour_price is None else hours * gpu_hour_price,
         findings=tuple(findings),
+        busiest=busiest_of(plan, model, whole),
     )
 
 
@@ -160,7 +169,7 @@ def _passes(
     """How often each timeline runs in a step: of each group forward and backward, and the ends."""
     group = Group(plan, cluster)
     contention = cluster.device.kernels.contention
-    layout = plan.layout_for(run.seq_len, model.all_causal)
+    layout = layout_of(plan, model, run)
     checkpoint = plan.plan.memory.checkpoint
     for block, steps in zip(model.blocks, work.blocks, strict=True):
         layer = Layer(group, block, steps, run, layout, model.hidden)
@@ -194,6 +203,10 @@ def _one_layer(parts: tuple[tuple[int, Timeline], ...], *, trains: bool) -> tupl
         found += [Event(e.stream, e.what, e.start + at, e.end + at) for e in timeline.events]
         at += timeline.now
     return tuple(found)
+
+
+def _of_plan(plan: ResolvedPlan, run: Run) -> Iterator[Diagnostic]:
+    yield from (f for f in plan.findings if run.packed is None or f.code not in BY_CAUSAL_MASKS)
 
 
 def _left_out(plan: ResolvedPlan) -> Iterator[Diagnostic]:

@@ -6,7 +6,7 @@ import math
 
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
-from seqcomp.layout.intervals import visible_area
+from seqcomp.layout.intervals import whole_area
 from seqcomp.plan.resolve import ResolvedPlan
 
 CONVENTIONS = {
@@ -31,9 +31,8 @@ def flops_of(plan: ResolvedPlan, model: ModelShape, run: Run) -> dict[str, float
     for block in model.blocks:
         shape = block.attention(sequences, run.seq_len, 1, model.hidden)
         each = 2 * sequences * (shape.width + shape.value_width) * block.count
-        whole = range(run.seq_len)
         full += each * run.seq_len**2
-        seen += each * visible_area(block.rule, (whole,), (whole,))
+        seen += each * whole_area(run.mask(block.rule), run.seq_len)
     if not run.trains:
         return {"full": dense + full, "causal": dense + seen, "hw": dense + seen}
     again = {"none": 0.0, "selective": blocks, "block": blocks + seen}

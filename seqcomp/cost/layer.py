@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from seqcomp.cost.collectives import collective_seconds
 from seqcomp.cost.kernels import attention_seconds, dense_seconds, stream_seconds
-from seqcomp.cost.rounds import keeps_back, round_pairs
+from seqcomp.cost.rounds import Rounds, Tiles, keeps_back, rounds_of
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block
 from seqcomp.cost.timeline import Timeline
+from seqcomp.cost.unfused import Written, computed, takes_dense_mask, written
 from seqcomp.cost.workload import BlockSteps, dtype_of
 from seqcomp.hardware.cluster import Cluster, Device, Span
 from seqcomp.layout.sequence import SequenceLayout
@@ -62,7 +63,7 @@ class Group:
 class Layer:
     """One block of a model on one rank: its pieces, and in which order they run.
 
-    hidden: width between blocks.
+    hidden: width between blocks. rounds: of attention, where it is not what the run says.
     """
 
     group: Group
@@ -71,6 +72,7 @@ class Layer:
     run: Run
     layout: SequenceLayout
     hidden: int
+    rounds: Rounds | None = None
 
     def forward(self, into: Timeline) -> None:
         """The pieces in their order."""
@@ -138,20 +140,21 @@ class Layer:
         self.group.send(into, what, exchanges[1:])
 
     def _rounds(self, into: Timeline, ring: list[CommStep], *, backward: bool) -> None:
-        pairs = round_pairs(self.block, self.layout, self.run.seq_len)
-        if not ring or ring[0].kind == "all_gather":
+        work = self.work
+        if not ring or ring[0].kind != "p2p":
             gathers = [s for s in ring if s.kind == "all_gather"]
             self.group.send(into, "keys and values", gathers)
             name = "attention backward" if backward else "attention"
-            into.compute(name, self._tile(sum(pairs), backward=backward))
+            into.compute(name, self._tiles(work.whole, backward=backward))
             rest = [s for s in ring if s.kind != "all_gather"]
             self.group.send(into, "gradients of keys and values", rest)
             return
         merge = self._merge(backward=backward)
-        known = {p: self._tile(p, backward=backward) for p in set(pairs)}
-        tiles = [known[p] + (merge if index else 0.0) for index, p in enumerate(pairs)]
+        known = {own: self._tiles(own, backward=backward) for own in set(work.each)}
+        tiles = [known[own] + (merge if index else 0.0) for index, own in enumerate(work.each)]
         if backward:
-            kept = tiles[0] / 2 if keeps_back(self.block, self.layout, self.run.seq_len) else 0.0
+            mask = self.run.mask(self.block.rule)
+            kept = tiles[0] / 2 if keeps_back(mask, self.layout, self.run.seq_len) else 0.0
             tiles = [tiles[0] - kept, *tiles[1:], kept]
         keys, *grads = ring
         hop = self.group.seconds(keys) / keys.count
@@ -163,11 +166,25 @@ class Layer:
         name = "attention backward" if backward else "attention"
         into.rounds(name, keys.axis, self.group.link(keys.axis), tiles, hops)
 
+    def _tiles(self, tiles: Tiles, *, backward: bool) -> float:
+        return sum(count * self._tile(pairs, backward=backward) for pairs, count in tiles)
+
     def _tile(self, pairs: float, *, backward: bool) -> float:
         own = self.heads
         flops = 2 * self.run.batch * pairs * (own.width + own.value_width)
         flops *= BACKWARD if backward else 1
-        return attention_seconds(self._device, self._dtype, pairs, flops, backward=backward)
+        device, how = self._device, self.written
+        scores = self.run.batch * own.heads * pairs
+        if how is None:
+            found = attention_seconds(device, self._dtype, pairs, flops, backward=backward)
+            if takes_dense_mask(self._plan, self.block, self.run):  # every head reads it
+                found = max(found, stream_seconds(device, scores * self.element))
+            return found
+        wide = how.wide and "fp32" in device.peak
+        name, size = ("fp32", 4) if wide else (self._dtype, self.element)
+        passes = how.backward if backward else how.forward
+        products = dense_seconds(device, name, flops, math.sqrt(pairs), 0)
+        return products + stream_seconds(device, passes * size * scores)
 
     def _merge(self, *, backward: bool) -> float:
         """Of a round's results into the sums so far, in fp32, and what else a round takes."""
@@ -178,6 +195,20 @@ class Layer:
         return stream_seconds(self._device, moved) + self._device.kernels.ring_round
 
     # --- pieces, seconds of a forward --------------------------------------------------------
+
+    @cached_property
+    def work(self) -> Rounds:
+        """Of attention, in visible pairs."""
+        plan, block, run = self._plan, self.block, self.run
+        found = self.rounds or rounds_of(run.mask(block.rule), self.layout, run.seq_len)
+        if self.written or takes_dense_mask(plan, block, run):
+            return computed(found, plan, block, run, self.layout)
+        return found
+
+    @cached_property
+    def written(self) -> Written | None:
+        """How scores are written down, where they are."""
+        return written(self._plan, self.block, self.run)
 
     @cached_property
     def heads(self) -> AttentionShape:
@@ -210,7 +241,13 @@ class Layer:
         queries, keys = b.heads * b.head_dim / t, b.parameters.kv / (1 if t > b.kv_heads else t)
         inner = queries + keys / self.hidden
         rotary = stream_seconds(self._device, 2 * self.tokens * inner * self.element)
-        return self._product(queries * self.hidden + keys, inner) + rotary
+        made_of = b.latent.queries if b.latent and b.latent.queries else self.hidden
+        found = self._product(queries * made_of + keys, inner) + rotary
+        if b.parameters.whole:
+            moved = (b.parameters.whole + self.tokens / t * 2 * self.hidden) * self.element
+            flops = 2 * self.tokens / t * b.parameters.whole
+            found += dense_seconds(self._device, self._dtype, flops, self.tokens / t, moved)
+        return found
 
     @cached_property
     def out(self) -> float:
@@ -223,8 +260,8 @@ class Layer:
     def mlp(self) -> float:
         """Its products and what stands between them."""
         b, t = self.block, self._plan.tensor_size
-        attention = b.heads * (b.head_dim + (b.value_dim or b.head_dim)) * self.hidden
-        rest = max(b.active_parameters - attention - b.parameters.kv, 0) / t
+        attention = b.attention_matrices(self.hidden) + b.parameters.kv + b.parameters.whole
+        rest = max(b.active_parameters - attention, 0) / t
         inner = b.mlp_width * max(b.active, 1) / t
         between = (3 if b.gated else 2) * self.tokens * inner * self.element
         return self._product(rest, inner) + stream_seconds(self._device, between)
@@ -253,7 +290,7 @@ class Layer:
         self, steps: tuple[CommStep, ...], phase: Phase
     ) -> tuple[list[CommStep], list[CommStep]]:
         """Gathers and scatters of a phase, one by one."""
-        found = [one for s in steps if s.phase == phase for one in _single(s)]
+        found = [s for s in steps if s.phase == phase]
         kinds = ("all_gather", "reduce_scatter")
         gathers, scatters = ([s for s in found if s.kind == kind] for kind in kinds)
         return gathers, scatters
@@ -264,9 +301,3 @@ class Layer:
         """Exchanges of ulysses, and steps of the ring."""
         own, ring = [s for s in steps if s.phase == phase], self._plan.ring_axis
         return [s for s in own if s.axis != ring], [s for s in own if s.axis == ring]
-
-
-def _single(step: CommStep) -> Iterator[CommStep]:
-    sent = step.bytes_sent // step.count
-    for _ in range(step.count):
-        yield CommStep(step.kind, step.axis, sent, 1, step.phase, step.overlappable)

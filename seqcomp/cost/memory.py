@@ -9,6 +9,7 @@ from typing import Any
 
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block, ModelShape
+from seqcomp.cost.unfused import is_tiled, mask_bytes, takes_dense_mask
 from seqcomp.cost.workload import Widths, outputs_of, padded, sharding, widths_of
 from seqcomp.plan.resolve import ResolvedPlan
 
@@ -38,6 +39,9 @@ def memory_rows(plan: ResolvedPlan, model: ModelShape, run: Run) -> tuple[HeldRo
     else:
         rows.append(HeldRow("keys and values", cache_bytes(plan, model, run), "of all layers"))
         rows.append(HeldRow("working layer", round(_working(plan, model, width, run))))
+    if any(takes_dense_mask(plan, block, run) for block in model.blocks):
+        size = mask_bytes(run, 1 if run.trains else 1 + width.activation)
+        rows.append(HeldRow("masks of windows", size, "of all pairs"))
     return tuple(row for row in rows if row.bytes)
 
 
@@ -97,7 +101,7 @@ def _state(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> It
 def block_parameters(block: Block, tensor: int) -> int:
     """Of one block, what one tensor rank holds."""
     p = block.parameters
-    return p.on_tensor_rank(tensor, block.kv_heads) + p.experts + p.norms
+    return p.on_tensor_rank(tensor, block.kv_heads) + p.experts + p.norms + p.whole
 
 
 # --- activations -----------------------------------------------------------------------------
@@ -183,6 +187,8 @@ def kept_of(
         return kept
     keeps = checkpoint == "selective"
     kept += block.scores * _pairs_bytes(plan, block, width, run)
+    if takes_dense_mask(plan, block, run) and not (keeps or block.scores):
+        kept += mask_bytes(run, e)  # to be added to scores; each layer has its own
     u, t = plan.ulysses_size, plan.tensor_size
     shape = block.attention(1, 1, e, model.hidden)
     on_tensor = shape.on_tensor_rank(t)
@@ -197,6 +203,8 @@ def kept_of(
             kept -= tokens * e * before
     elif t > block.kv_heads and not keeps:
         kept += (group - tokens) * e * shape.kv_heads * shape.kv_head  # made whole, then sliced
+    if block.latent is not None and t > 1 and not keeps:
+        kept += 2 * (group - tokens) * e * block.latent.rotary  # gathered, and turned
     if keeps and t > 1:
         kept += 2 * tokens * e * model.hidden  # results of the reduce-scatters
     return kept
@@ -204,7 +212,7 @@ def kept_of(
 
 def _pairs_bytes(plan: ResolvedPlan, block: Block, width: Widths, run: Run) -> float:
     """A number for each head of a rank and each pair; 0 where attention is in tiles."""
-    if plan.ring_size * plan.ulysses_size > 1:
+    if is_tiled(plan, run):
         return 0.0
     return width.activation * run.batch * run.seq_len**2 * block.heads / plan.tensor_size
 

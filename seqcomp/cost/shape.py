@@ -46,21 +46,34 @@ class Saved:
 @dataclass(frozen=True, slots=True)
 class Parameters:
     """Parameters of one block: ``matrices`` are cut by Megatron-SP, of them ``kv`` (the projections
-    to keys and values) no further than the KV heads; ``experts`` and ``norms`` stay whole."""
+    to keys and values) no further than the KV heads; ``experts``, ``norms`` and ``whole``
+    (projections into a latent space, which tensor ranks run on tokens of their own) stay whole."""
 
     matrices: int
     kv: int = 0
     experts: int = 0
     norms: int = 0
+    whole: int = 0
 
     @property
     def total(self) -> int:
-        return self.matrices + self.experts + self.norms
+        return self.matrices + self.experts + self.norms + self.whole
 
     def on_tensor_rank(self, degree: int, kv_heads: int) -> int:
         """Of the matrices, how many one of ``degree`` ranks holds."""
         kv = self.kv if degree > kv_heads else self.kv // degree
         return (self.matrices - self.kv) // degree + kv
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Of latent attention (DeepSeek-V2, 2024), elements of a token: what queries are made of (0: of
+    the hidden state), what keys and values are made of, and the key that positions turn, one for
+    all heads."""
+
+    queries: int
+    keys: int
+    rotary: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,13 @@ class Block:
     active: int = 0
     token_local: bool = False
     scores: int = 0
+    latent: Latent | None = None
+
+    def attention_matrices(self, hidden: int) -> int:
+        """Parameters of the projections to queries and of the output."""
+        made_of = self.latent.queries if self.latent and self.latent.queries else hidden
+        values = self.value_dim or self.head_dim
+        return self.heads * (self.head_dim * made_of + values * hidden)
 
     @property
     def rule(self) -> Mask:
@@ -101,7 +121,9 @@ class Block:
     def active_parameters(self) -> float:
         """Of one block, those that a token is multiplied with."""
         p = self.parameters
-        return p.matrices + (p.experts * self.active / self.experts if self.experts else 0)
+        return (
+            p.matrices + p.whole + (p.experts * self.active / self.experts if self.experts else 0)
+        )
 
     def attention(self, batch: int, length: int, element_bytes: int, hidden: int) -> AttentionShape:
         """One layer's attention on whole sequences of one data rank."""

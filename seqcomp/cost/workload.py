@@ -6,11 +6,12 @@ The same rows as of ``explain``'s report, which reads them off the lowered graph
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from seqcomp.cost.run import ELEMENT_BYTES, Run
 from seqcomp.cost.shape import Block, ModelShape
+from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.layout.travel import travel_of
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.strategies.base import AttentionShape, CommStep, Kind, Phase, part
@@ -35,8 +36,12 @@ class Widths:
 
 def padded(plan: ResolvedPlan, model: ModelShape, run: Run) -> Run:
     """The run as ranks see it: with the tokens that fill the sequence up."""
-    layout = plan.layout_for(run.seq_len, model.all_causal)
-    return replace(run, seq_len=layout.padded(run.seq_len))
+    return run.with_length(layout_of(plan, model, run).padded(run.seq_len))
+
+
+def layout_of(plan: ResolvedPlan, model: ModelShape, run: Run) -> SequenceLayout:
+    """As ranks choose it: a mask that depends on documents is no causal one to ``auto``."""
+    return plan.layout_for(run.seq_len, model.all_causal and run.packed is None)
 
 
 def dtype_of(plan: ResolvedPlan, run: Run) -> tuple[str, int]:
@@ -114,13 +119,8 @@ def _forward(work: Workload) -> Workload:
 def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> BlockSteps:
     width = widths_of(plan, run)
     shape = block.attention(run.batch, run.seq_len, width.activation, model.hidden)
-    tensor = _tensor(plan, shape)
-    if block.token_local:
-        tensor = tuple(_half(step) for step in tensor)  # around attention alone
-    layout = plan.layout_for(run.seq_len, model.all_causal)
-    travel = travel_of(block.rule, layout, run.seq_len) if block.mask == "window" else None
-    ring_rank = 0 if travel is None else travel.busiest
-    attention = attention_steps(plan, shape, travel=travel, ring_rank=ring_rank)
+    tensor = _tensor(plan, block, shape)
+    attention = attention_of(plan, model, block, run, layout_of(plan, model, run))
     checkpoint = plan.plan.memory.checkpoint
     again: tuple[CommStep, ...] = ()
     if run.trains and checkpoint != "none":
@@ -128,10 +128,45 @@ def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> Blo
     return BlockSteps(tensor, attention, again, _of_parameters(plan, block, width, run))
 
 
-def _tensor(plan: ResolvedPlan, shape: AttentionShape) -> tuple[CommStep, ...]:
+def attention_of(
+    plan: ResolvedPlan, model: ModelShape, block: Block, run: Run, layout: SequenceLayout
+) -> tuple[CommStep, ...]:
+    """What the busiest rank of a ring sends inside one attention of a padded run."""
+    shape = block.attention(run.batch, run.seq_len, widths_of(plan, run).activation, model.hidden)
+    travel = travel_of(run.mask(block.rule), layout, run.seq_len)
+    ring_rank = 0 if travel is None else travel.busiest
+    return attention_steps(plan, shape, travel=travel, ring_rank=ring_rank)
+
+
+def _tensor(plan: ResolvedPlan, block: Block, shape: AttentionShape) -> tuple[CommStep, ...]:
+    """What Megatron-SP sends, exchange by exchange in their order: in backward the gradient of a
+    part of the block, then its input. Experts alone take no part."""
     degree = plan.ring_size * plan.ulysses_size
     strategy = MegatronSp(plan.tensor_size, plan.tensor_axis or "tensor")
-    return strategy.comm_steps(shape.on_sequence_rank(degree))
+    steps = strategy.comm_steps(shape.on_sequence_rank(degree))
+    if not steps:
+        return ()
+    gather, scatter, back, give = (_of_one(step) for step in steps)
+    into, again, out = gather, back, give
+    if block.latent is not None:
+        # Queries and keys are gathered in their latent widths; no weight sees the turned keys.
+        widths = (block.latent.queries or shape.hidden, block.latent.keys)
+        every = (*widths, block.latent.rotary)
+        into, out = (_in_widths(step, every, shape.hidden) for step in (gather, give))
+        again = _in_widths(back, widths, shape.hidden)
+    if block.token_local:
+        return into, scatter, back, again, out
+    return into, gather, scatter, scatter, back, back, back, again, give, out
+
+
+def _of_one(step: CommStep) -> CommStep:
+    return replace(step, count=1, bytes_sent=step.bytes_sent // step.count)
+
+
+def _in_widths(step: CommStep, widths: Sequence[int], hidden: int) -> CommStep:
+    """Tensors of these widths in place of one of ``hidden``."""
+    sent = sum(step.bytes_sent * width // hidden for width in widths)
+    return replace(step, count=len(widths), bytes_sent=sent)
 
 
 def _again(
@@ -142,22 +177,18 @@ def _again(
     It gathers once, for itself and for the gradients of weights, and ends before the last
     reduce-scatter. With ``keeps`` results of attention and of reduce-scatters are there.
     """
-    beside, again = [], []
-    for step in tensor:
-        gathers = step.kind == "all_gather"
-        backward = step.phase == "backward"
-        beside.append(_half(step) if gathers and backward else step)
-        if not backward and (gathers or not keeps):
-            last = not gathers and step.count > 1
-            again.append(replace(_half(step) if last else step, phase="backward"))
+
+    def of(kind: Kind, phase: Phase) -> list[CommStep]:
+        return [step for step in tensor if (step.kind, step.phase) == (kind, phase)]
+
+    gathers, scatters = of("all_gather", "forward"), of("reduce_scatter", "forward")
+    gradients = of("all_gather", "backward")[::2]
+    beside = (*gathers, *scatters, *gradients, *of("reduce_scatter", "backward"))
+    again = list(gathers)
     if not keeps:
-        again += [replace(s, phase="backward") for s in attention if s.phase == "forward"]
-    return tuple(beside), tuple(again)
-
-
-def _half(step: CommStep) -> CommStep:
-    assert step.count % 2 == 0
-    return replace(step, count=step.count // 2, bytes_sent=step.bytes_sent // 2)
+        again += scatters[:1]
+        again += [step for step in attention if step.phase == "forward"]
+    return beside, tuple(replace(step, phase="backward") for step in again)
 
 
 # --- parameters ------------------------------------------------------------------------------
@@ -167,8 +198,8 @@ def _of_parameters(
     plan: ResolvedPlan, block: Block, width: Widths, run: Run
 ) -> tuple[CommStep, ...]:
     p, t = block.parameters, plan.tensor_size
-    alone = p.norms + p.experts + (p.kv if t > block.kv_heads else 0)
-    cut = p.on_tensor_rank(t, block.kv_heads) + p.experts + p.norms - alone
+    alone = p.norms + p.experts + p.whole + (p.kv if t > block.kv_heads else 0)
+    cut = p.on_tensor_rank(t, block.kv_heads) + p.experts + p.norms + p.whole - alone
     return tuple(parameter_steps(plan, cut, alone, width, run, root=False))
 
 

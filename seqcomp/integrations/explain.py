@@ -63,7 +63,8 @@ def explain(
     batch: int = 1,
     dtype: torch.dtype | str | None = None,
 ) -> Report:
-    """What one call and its backward would do on the first rank of the plan's mesh.
+    """What one call and its backward would do on the first rank of the plan's mesh, or where masks
+    make those along the ring send different keys on the one that sends most.
 
     Collectives and their bytes, the work of attention and its balance, what a rank holds, and
     findings: those of the compiled module on real ranks. Nothing is computed or sent, weights are
@@ -193,7 +194,9 @@ def _lowered(
 def _report(what: Lowered) -> Report:
     # On meta: what depends on the device of the calls is left open.
     rank = ThreadWorld(dict(what.resolved.axes), device=torch.device("meta")).context(0)
-    return build_report(what.program, what.batch, what.length, what.resolved, rank, what.dtypes)
+    return build_report(
+        what.program, what.batch, what.length, what.resolved, rank, what.dtypes, any_rank=True
+    )
 
 
 def _plain(model: Any) -> nn.Module:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from seqcomp.cost.named import load_shape
-from seqcomp.cost.shape import Block, Bytes, MaskKind, ModelShape, Parameters, Saved
+from seqcomp.cost.shape import Block, Bytes, Latent, MaskKind, ModelShape, Parameters, Saved
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.layout.masks import Band
 from seqcomp.plan.facts import ModelFacts
@@ -144,14 +144,17 @@ def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Bl
     matrices = sum(p.numel() for n, p in named.items() if p.dim() > 1 and n not in of_experts)
     total = sum(p.numel() for p in named.values())
     routed = sum(p.numel() for p in of_experts.values())
-    kv = min(hidden * info.kv_heads * (info.head_dim + info.value_dim), matrices)
+    latent, whole = _latent(config, hidden)
+    kv = min((latent.keys if latent else hidden) * _kv_width(info, latent), matrices)
     experts = _setting(config, ("num_local_experts", "num_experts", "n_routed_experts"))
     experts = experts or max((p.shape[0] for p in of_experts.values()), default=0)
     if of_experts:  # the router is whole on every rank, too
         matrices -= sum(p.numel() for p in named.values() if tuple(p.shape) == (experts, hidden))
     active = _setting(config, ("num_experts_per_tok", "top_k")) or 1
-    own = matrices - hidden * info.heads * (info.head_dim + info.value_dim) - kv
-    shared = own
+    matrices -= whole
+    queries = latent.queries if latent and latent.queries else hidden
+    heads = info.heads * (queries * info.head_dim + hidden * info.value_dim)
+    shared = own = matrices - heads - kv
     if of_experts:
         width = _setting(config, ("moe_intermediate_size", "intermediate_size"))
         own = routed // max(experts, 1)
@@ -174,8 +177,24 @@ def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Bl
         active=active if of_experts else 0,
         token_local=bool(of_experts) and shared <= 0,
         scores=_scores(info),
-        parameters=Parameters(matrices, kv, routed, total - matrices - routed),
+        latent=latent,
+        parameters=Parameters(matrices, kv, routed, total - matrices - routed - whole, whole),
     )
+
+
+def _latent(config: Any, hidden: int) -> tuple[Latent | None, int]:
+    """Of latent attention its widths, and parameters of what projects into them."""
+    keys, rotary = (_setting(config, (n,)) for n in ("kv_lora_rank", "qk_rope_head_dim"))
+    if not keys:
+        return None, 0
+    latent = Latent(_setting(config, ("q_lora_rank",)), keys, rotary)
+    return latent, hidden * (latent.queries + keys + rotary)
+
+
+def _kv_width(info: AttentionInfo, latent: Latent | None) -> int:
+    """Elements of a token that the projections to keys and values give."""
+    turned = latent.rotary if latent else 0
+    return info.kv_heads * (info.head_dim - turned + info.value_dim)
 
 
 def _scores(info: AttentionInfo) -> int:

@@ -13,6 +13,7 @@ from seqcomp.diagnostics import Diagnostic
 from seqcomp.lowering.program import Program
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.report.attention import CONVENTION, WorkRow, work_rows
+from seqcomp.report.busiest import busiest_rank
 from seqcomp.report.footprint import FootprintRow, footprint_rows
 from seqcomp.report.graph import Regions, regions_of
 from seqcomp.report.local import Saved, local_values
@@ -45,7 +46,9 @@ class Report:
     """What one call of a program does on one rank; ranks of a mesh nearly all do the same.
 
     Where the tensor axis does not divide a vocabulary the last ranks have a little less, and under
-    a window of attention those along the ring need and send different keys: rows are this rank's.
+    a window of attention those along the ring need and send different keys: then rows are those of
+    place `ring_rank` along the ring, a rank's own or, in a mesh that need not exist, of the
+    `busiest`, which sends most (both None where all places send the same).
 
     `comm` counts one forward and its backward; `events` are its rows one by one, by operation.
     `batch` is the rank's own, `length` the full one (None where the model has no such dim). `mesh`
@@ -66,6 +69,8 @@ class Report:
     tiles: tuple[TileGrid, ...] = ()
     events: tuple[Event, ...] = ()
     graph: Regions | None = None
+    ring_rank: int | None = None
+    busiest: int | None = None
 
     def bytes_sent(self, phase: str | None = None) -> int:
         """Bytes that one rank sends, in one phase or in both."""
@@ -87,6 +92,8 @@ class Report:
             "tiles": [grid.to_json() for grid in self.tiles],
             "events": [event.to_json() for event in self.events],
             "graph": self.graph and self.graph.to_json(),
+            "ring_rank": self.ring_rank,
+            "busiest": self.busiest,
             "findings": [finding.to_json() for finding in self.findings],
         }
 
@@ -100,9 +107,15 @@ class Report:
         axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         forward, backward = (readable(self.bytes_sent(p)) for p in ("forward", "backward"))
         sends = "sends at most" if any(row.at_most for row in self.comm) else "sends"
+        who, place = "each rank", self.ring_rank
+        if place is not None:
+            most = (
+                "which sends most" if place == self.busiest else f"rank {self.busiest} sends most"
+            )
+            who = f"rank {place} along the ring ({most})"
         headline = (
             f"program {self.program} on {axes}; batch {self.batch}, length {self.length}; "
-            f"each rank {sends} {forward} forward, {backward} backward"
+            f"{who} {sends} {forward} forward, {backward} backward"
         )
         return as_text(
             [
@@ -125,15 +138,21 @@ def build_report(
     resolved: ResolvedPlan,
     context: RankContext,
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    *,
+    any_rank: bool = False,
 ) -> Report:
     """The report of one call of `program` with this rank's `batch` and the full `length`.
 
+    any_rank: the context stands for all, and rows are those of the busiest place along the ring.
     dtypes: in which parameters are kept, by name, where that is not how they compute.
     """
     saved: Saved = {}
     values = local_values(program, batch, length, resolved.axes, saved)
     again = Again(program, saved)
+    busiest = busiest_rank(program, values, resolved)
     ring_rank = context.coords.get(resolved.ring_axis or "", 0)
+    if any_rank and busiest is not None:
+        ring_rank = busiest
     on_host = context.device.type != "cpu"
     events = comm_events(program, values, resolved, again, ring_rank)
     report = Report(
@@ -151,6 +170,8 @@ def build_report(
         tiles=tile_grids(program, values, resolved.ulysses_size),
         events=events,
         graph=regions_of(program, values, events),
+        ring_rank=None if busiest is None else ring_rank,
+        busiest=busiest,
     )
     saved.clear()  # or what was imagined and the hooks that hold it live for good
     return report

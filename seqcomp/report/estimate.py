@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from rich.table import Table
 
+from seqcomp.cost.balance import Busiest
 from seqcomp.cost.estimate import Estimate
 from seqcomp.cost.flops import CONVENTIONS
+from seqcomp.cost.run import Run
 from seqcomp.cost.timeline import Event
 from seqcomp.report.text import as_text, count_of, readable
 
@@ -18,7 +21,7 @@ def estimate_text(found: Estimate) -> str:
     run = found.run
     headline = (
         f"{found.model} on {axes} of {found.cluster}; {run.mode}, batch {run.batch} a data rank, "
-        f"length {run.seq_len}, {run.dtype}"
+        f"length {run.seq_len}, {run.dtype}{packed_as(run)}"
     )
     waiting = ", ".join(f"{axis} {seconds_of(s)}" for axis, s in found.exposed.items())
     money = "" if found.price is None else f", price {found.price:.4g}"
@@ -36,6 +39,7 @@ def estimate_text(found: Estimate) -> str:
     return as_text(
         [
             *lines,
+            *_busiest(found.busiest),
             *([_timeline(found.timeline)] if found.timeline else []),
             _memory(found),
             f"peak {readable(found.peak_bytes)} of {readable(found.capacity)}: {left}",
@@ -43,6 +47,19 @@ def estimate_text(found: Estimate) -> str:
             *(str(finding) for finding in found.findings),
         ]
     )
+
+
+def packed_as(run: Run) -> str:
+    """What a headline adds for packed documents."""
+    words = str(run.packed or "")
+    return f", documents of {words[:100]}{'...' if len(words) > 100 else ''}" if words else ""
+
+
+def _busiest(ranks: Busiest) -> Iterator[str]:
+    parts = {"attends to most pairs": ranks.attends, "sends most keys": ranks.sends}
+    told = [f"rank {rank} {what}" for what, rank in parts.items() if rank is not None]
+    if told:
+        yield f"of the ranks along the ring, {' and '.join(told)}: times and bytes are of these"
 
 
 def seconds_of(seconds: float) -> str:

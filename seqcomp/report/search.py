@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from seqcomp.report.estimate import seconds_of
+from seqcomp.report.estimate import packed_as, seconds_of
 from seqcomp.report.text import as_text, readable
 from seqcomp.search.diff import Difference
 from seqcomp.search.reasons import Alternative, Reason
@@ -25,7 +25,7 @@ def _parts(found: Found) -> Iterator[Table | str]:
     run, counts = found.pricer.run, found.counts
     yield (
         f"{found.pricer.model.name} on {found.gpus} GPUs of {found.pricer.cluster.name}; "
-        f"{run.mode}, batch {run.batch} in all, length {run.seq_len}, {run.dtype}"
+        f"{run.mode}, batch {run.batch} in all, length {run.seq_len}, {run.dtype}{packed_as(run)}"
     )
     sets = "one set" if counts.degrees == 1 else f"{counts.degrees} sets"
     yield (

@@ -81,7 +81,7 @@ def _longest(pricer: Pricer, space: Space, gpus: int) -> Iterator[Change]:
     unit = 2 * gpus
 
     def at(units: int) -> Held | None:
-        shorter = replace(pricer, run=replace(pricer.run, seq_len=units * unit))
+        shorter = replace(pricer, run=pricer.run.with_length(units * unit))
         return _fitting(shorter, space, gpus)
 
     fits, does_not = 1, -(-pricer.run.seq_len // unit)

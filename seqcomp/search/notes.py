@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from seqcomp.cost.balance import uneven
 from seqcomp.cost.estimate import Estimate
 from seqcomp.diagnostics import Diagnostic, diagnostic
 from seqcomp.plan.legality import nearest_lengths
@@ -18,7 +19,7 @@ FULL = 0.95
 
 
 def notes_of(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Iterator[Diagnostic]:
-    """SC421 and SC422: what is left out and was not tried; SC423, SC424, SC412 on the best."""
+    """SC421, SC422: what is left out, what was not tried; SC423, SC424, SC418, SC412: the best."""
     best = ranked[0]
     cluster = pricer.cluster
     yield diagnostic(
@@ -57,6 +58,9 @@ def notes_of(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Iterator[D
             "without the work space of kernels and collectives and without fragments",
             help="keep at hand a plan that keeps less: another checkpoint, or more loss_chunks",
         )
+    yield from uneven(
+        pricer.resolved(best.composition), pricer.model, pricer.run_of(best.composition)
+    )
     if best.composition.padded:
         given, factor = pricer.run.seq_len, best.composition.factor
         yield diagnostic(

@@ -60,6 +60,7 @@ class Found:
             "batch": run.batch,
             "dtype": run.dtype,
             "mode": run.mode,
+            "documents": None if run.packed is None else str(run.packed),
             "plan": self.plan.to_dict(),
             "ranked": [
                 {

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from seqcomp.layout.blocks import block_size
 from seqcomp.layout.cuts import Grain, cut
 from seqcomp.layout.halves import Halves, halves
 from seqcomp.layout.masks import Mask, Tile, TileTask, tiles
@@ -28,7 +29,6 @@ from seqcomp.runtime.attention.score_tile import ScoreTile
 from seqcomp.runtime.attention.tile_mask import TileMask
 from seqcomp.runtime.positions import positions
 
-SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 # The CPU's flash kernel skips keys in blocks of 512: smaller triangles cost as much as squares, and
 # tiles of less than 128 rows and keys cost more in copies and sums than they spare.
 CPU_PARTS = 2
@@ -367,14 +367,6 @@ def _short(task: TileTask) -> list[TileTask]:
         replace(task, k_start=start, k_stop=min(start + LONGEST_MASK, task.k_stop))
         for start in starts
     ]
-
-
-def block_size(rows: int) -> int:
-    """Queries and keys per block of the grid: a power of two, about 1/64 of the rows."""
-    size = SMALLEST_BLOCK
-    while size < LARGEST_BLOCK and size * 64 < rows:
-        size *= 2
-    return size
 
 
 def before(ranges: Sequence[range], length: int) -> tuple[range, ...]:
