@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import seqcomp
@@ -26,6 +22,7 @@ from seqcomp.training.state import Checkpoints
 from tests.fixtures import jobs, plans
 from tests.fixtures.models import inputs
 from tests.fixtures.pool import Pools
+from tests.fixtures.steady import count
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.compile(
@@ -53,23 +50,6 @@ def test_survivors_name_the_killed_rank_and_the_job_ends_as_without_kills() -> N
         assert named is not None, kill
         assert named[1] == victim, kill
     assert end == {"same": True}
-
-
-def open_files(moment: int) -> int:
-    """Of this process at some moment: the watch opens one now and then, for as long as it reads."""
-    time.sleep(0.01 * moment)
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def count() -> dict[str, int]:
-    """What a process could leak."""
-    gc.collect()
-    return {
-        "files": min(map(open_files, range(5))),
-        "threads": len(list(Path("/proc/self/task").iterdir())),
-        "python threads": threading.active_count(),
-        "groups": len(dist.distributed_c10d._world.pg_map),
-    }
 
 
 def long_run(
