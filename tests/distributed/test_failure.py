@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 import seqcomp
+from seqcomp.runtime.lost import STORE_GONE, Lost
 from seqcomp.training.failure import EXIT_CODE, StopRequest, Watch
 from seqcomp.training.nonfinite import NonFiniteError, NonFiniteWatch
 from seqcomp.training.state import Checkpoints
@@ -142,6 +145,42 @@ def test_the_first_gradient_that_is_not_finite_is_named() -> None:
         ):
             watch.check(0)
         watch.check(1)
+
+
+class Answers:
+    """A store that is silent now and then; the watch ends with the answers."""
+
+    def __init__(self, watch: Watch, *answers: Lost | None) -> None:
+        self._watch, self._answers = watch, list(answers)
+
+    def start(self, *_: object) -> None: ...
+
+    join = start
+
+    def lost(self, silence_s: float) -> Lost | None:
+        answer = self._answers.pop(0)
+        if not self._answers:
+            self._watch._done.set()
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("answers", "ends"),
+    [((None, STORE_GONE, None, None), False), ((None, STORE_GONE, STORE_GONE, None), True)],
+)
+def test_a_rank_that_was_held_up_itself_goes_on(
+    answers: tuple[Lost | None, ...], ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that asks stands still with the process: silence alone is no loss."""
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    watch = Watch(beat_s=0.0, grace_s=0.0)
+    asking: Any = Answers(watch, *answers)
+    with pytest.raises(SystemExit) if ends else contextlib.nullcontext():
+        watch._look(asking, threading.get_ident())
 
 
 def test_a_request_in_one_process_and_the_handler_before_it() -> None:
