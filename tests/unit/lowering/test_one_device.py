@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import seqcomp
 from seqcomp.lowering import compiled
+from seqcomp.lowering.build import fingerprint
 from seqcomp.runtime.attention import kernels
 from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import dropping, plans
@@ -125,3 +128,23 @@ def test_control_keys_left_on_the_host_are_seen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(compiled, "keys_of", lambda seed, count, _: made(seed, count, HOST))
     with pytest.raises((RuntimeError, AssertionError), match="device"):
         assert not mixed(*CASES["dropout"]), "operands on the host and on the device"
+
+
+def test_programs_of_ranks_with_a_device_each_are_the_same() -> None:
+    """Devices are baked into what was captured; a rank of four has cuda:3."""
+
+    def on_rank(model: nn.Module, context: Any, local: dict[str, Any]) -> set[str]:
+        program, _ = seqcomp.of(model).prepare((), local)
+
+        def on(device: str) -> str:
+            put = repr(torch.device(device))
+            texts = [piece.code.replace("device(type='cpu')", put) for piece in program.pieces]
+            assert any(put in text for text in texts)
+            pieces = [replace(p, code=t) for p, t in zip(program.pieces, texts, strict=True)]
+            return fingerprint(replace(program, pieces=tuple(pieces)))
+
+        assert on("cuda:0") != on("cpu")
+        return {on("cuda:0"), on("cuda:3")}
+
+    for found in lockstep(lambda: build(SPEC), plans.ring(2), on_rank, inputs=inputs(SPEC)):
+        assert len(found) == 1
