@@ -13,7 +13,7 @@ def is_divided(resolved: ResolvedPlan) -> bool:
     return bool(resolved.fsdp_axes) or resolved.tensor_size > 1
 
 
-def refused(args: Any, resolved: ResolvedPlan) -> list[Diagnostic]:
+def refused(args: Any) -> list[Diagnostic]:
     """SC131 for every one of them, by name."""
     found = []
 
@@ -48,6 +48,4 @@ def refused(args: Any, resolved: ResolvedPlan) -> list[Diagnostic]:
         wrong("parallelism_config", "leave it out; the plan says which ranks share a batch")
     if "rebalance" in str(getattr(args, "train_sampling_strategy", "")):
         wrong("train_sampling_strategy", "it gives every rank its own batch; use random")
-    if is_divided(resolved) and args.load_best_model_at_end:
-        wrong("load_best_model_at_end", "leave it out where parameters are divided")
     return found

@@ -73,7 +73,7 @@ class PlannedTrainer(Trainer):
         self._slices = data_ranks(self._resolved)
         self._degree = max(self._slices) + 1
         super().__init__(*args, **kwargs)
-        raise_for_errors(refused(self.args, self._resolved))
+        raise_for_errors(refused(self.args))
         self._set_signature_columns_if_needed()  # read off the forward, which is replaced
         inner = getattr(self.model, "get_base_model", lambda: self.model)()
         self._compiled: Any = inner
@@ -260,9 +260,17 @@ class PlannedTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Every rank takes its part of whole weights."""
-        divided = is_divided(self._resolved)
-        with loading_whole_weights(self.model) if divided else contextlib.nullcontext():
+        with self._loading():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """The same, at the end of a training."""
+        with self._loading():
+            super()._load_best_model()
+
+    def _loading(self) -> contextlib.AbstractContextManager[None]:
+        divided = is_divided(self._resolved)
+        return loading_whole_weights(self.model) if divided else contextlib.nullcontext()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As ever; states of divided parameters are gathered for the rank that writes."""

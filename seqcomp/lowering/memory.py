@@ -65,6 +65,7 @@ def _how(nodes: Sequence[Node], memory: Memory) -> Checkpoint:
             "attention" in node.meta and not isinstance(node.target, ops.Attention)
             for node in nodes
         ),
+        calls=any(isinstance(target, ops.Op) for target in targets),
         # What a unit saves depends on the tokens that this rank has.
         early_stop=not any(isinstance(target, ops.TokenLocal) for target in targets),
         offload=memory.offload == "cpu",

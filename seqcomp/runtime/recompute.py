@@ -131,13 +131,15 @@ def _detached(value: Any) -> Any:
 class Checkpoint:
     """How a block is run. ``keeps``: what is dear is kept (the module's docstring says what).
 
-    ``kernels``: the block calls attention of torch. ``early_stop``: the second run ends with the
+    ``kernels``: the block calls attention of torch; ``calls``: and functions of the rank beside it.
+    ``early_stop``: the second run ends with the
     last value that the backward needs; only where all ranks save the same values, as what is sent
     after it would be sent by some of them. ``offload``: the block's inputs wait on the host.
     """
 
     keeps: bool = False
     kernels: bool = False
+    calls: bool = False
     early_stop: bool = True
     offload: bool = False
 
@@ -201,11 +203,13 @@ class Recompute:
                 return traced(module, *values)
             return recorded(module, *values)
 
+        least = _keep_kernels if how.kernels and how.calls else _keep_none
+
         def traced(module: Any, *values: Any) -> Any:
             return checkpoint(
                 lambda: forward(module, *values),
                 use_reentrant=False,
-                context_fn=_keep_dear if how.keeps else _keep_none,
+                context_fn=_keep_dear if how.keeps else least,
             )
 
         @torch.compiler.disable
@@ -249,6 +253,19 @@ class Recompute:
 def _keep_none() -> tuple[Any, Any]:
     """For who traces: nothing is kept."""
     return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
+
+
+def _keep_kernels() -> tuple[Any, Any]:
+    """For who traces: what torch holds to draw random numbers, as its attention may, is kept.
+
+    It would save a random state for a second run, behind the functions that the graph calls, and
+    then take a function for a tensor (2.13).
+    """
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in KERNELS else CheckpointPolicy.MUST_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _keep_dear() -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from seqcomp.training.job import Job, second_names
+from seqcomp.training.state import CheckpointError
 
 _DTYPES = {
     torch.float64: "F64",
@@ -44,7 +45,8 @@ def export_safetensors(
     """The whole model as a .safetensors file with the original names; the names it has.
 
     Collective: parameters are gathered one by one and written by rank 0, which never holds more
-    than one. A tied weight is there once, under its first name.
+    than one. A tied weight is there once, under its first name. Raises CheckpointError on all ranks
+    where rank 0 cannot write; what was there before stays.
     """
     path = Path(path)
     names = _names(model)
@@ -61,34 +63,37 @@ def export_safetensors(
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    partial = path.with_name(f"{path.name}.partial")
-    if _rank() != 0:
-        for _ in _whole(state, names):
-            pass
-        return names
-    with partial.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for _, x in _whole(state, names):
-            file.write(x.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    parts = _whole(state, names)
+
+    def write(partial: Path) -> None:
+        with partial.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for _, x in parts:
+                file.write(x.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    _written(path, write, parts)
     return names
 
 
 def save_full(job: Job, path: str | Path, step: int) -> None:
-    """Model, optimizer and step in one file of torch.save, as one process would. Collective."""
+    """Model, optimizer and step in one file of torch.save, as one process would. Collective.
+
+    Raises CheckpointError as `export_safetensors` does.
+    """
     path = Path(path)
     state = job.model.state_dict()
     model = {name: x for name, x in _whole(state, list(state)) if _rank() == 0}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     optimizer = get_optimizer_state_dict(job.model, job.optimizer, options=options)
-    if _rank() == 0:
-        partial = path.with_name(f"{path.name}.partial")
-        torch.save({"model": model, "optimizer": optimizer, "step": step}, partial)
-        partial.rename(path)
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
+    whole = {"model": model, "optimizer": optimizer, "step": step}
+
+    def write(partial: Path) -> None:
+        with partial.open("wb") as file:  # whose errors are those of the system
+            torch.save(whole, file)
+
+    _written(path, write)
 
 
 def load_full(job: Job, path: str | Path) -> int:
@@ -99,6 +104,29 @@ def load_full(job: Job, path: str | Path) -> int:
     set_model_state_dict(job.model, state["model"], options=options)
     set_optimizer_state_dict(job.model, job.optimizer, state["optimizer"], options=options)
     return int(state["step"])
+
+
+def _written(path: Path, write: Callable[[Path], object], gathers: Iterable[Any] = ()) -> None:
+    """`write(file)` on rank 0, and the file in the place of `path`; its error on all ranks.
+
+    gathers: what is left of them after `write`, or on other ranks, is made here: no rank stays
+    behind in one.
+    """
+    partial, error = path.with_name(f"{path.name}.partial"), None
+    if _rank() == 0:
+        try:
+            write(partial)
+            partial.rename(path)
+        except OSError as failure:
+            partial.unlink(missing_ok=True)
+            error = failure
+    for _ in gathers:
+        pass
+    told = [repr(error) if error else ""]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(told)
+    if told[0]:
+        raise CheckpointError(f"{path.name} failed: rank 0: {told[0]}") from error
 
 
 def _names(model: nn.Module) -> list[str]:

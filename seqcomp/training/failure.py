@@ -109,17 +109,26 @@ class Watch:
 
     def _look(self, asking: _Asking, main: int) -> None:
         asking.start(self._done, self._beat_s)
-        while (lost := asking.lost(self._silence_s)) is None:
+        while (lost := self._surely_lost(asking)) is None:
             if self._done.wait(self._beat_s):
                 asking.join(self._silence_s)
                 return
-        if self._done.wait(self._grace_s):
+        if self._done.is_set():
             return
         stack = traceback.format_stack(sys._current_frames().get(main))
         with contextlib.suppress(OSError):
             sys.stderr.write(f"{''.join(stack)}{lost.error('the call above')}\n")
             sys.stderr.flush()
         os._exit(EXIT_CODE)
+
+    def _surely_lost(self, asking: _Asking) -> Lost | None:
+        """Who is lost, and is so after the grace that the main thread has."""
+        if asking.lost(self._silence_s) is None:
+            return None
+        self._done.wait(self._grace_s)
+        # Code that never let go of the interpreter, or a machine without a free core, silences the
+        # store as well: then it has answered by now.
+        return asking.lost(self._silence_s)
 
 
 class _Asking:

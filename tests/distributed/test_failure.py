@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import json
 import os
 import re
@@ -10,22 +10,22 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import seqcomp
+from seqcomp.runtime.lost import STORE_GONE, Lost
 from seqcomp.training.failure import EXIT_CODE, StopRequest, Watch
 from seqcomp.training.nonfinite import NonFiniteError, NonFiniteWatch
 from seqcomp.training.state import Checkpoints
 from tests.fixtures import jobs, plans
 from tests.fixtures.models import inputs
 from tests.fixtures.pool import Pools
+from tests.fixtures.steady import count
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.compile(
@@ -53,23 +53,6 @@ def test_survivors_name_the_killed_rank_and_the_job_ends_as_without_kills() -> N
         assert named is not None, kill
         assert named[1] == victim, kill
     assert end == {"same": True}
-
-
-def open_files(moment: int) -> int:
-    """Of this process at some moment: the watch opens one now and then, for as long as it reads."""
-    time.sleep(0.01 * moment)
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def count() -> dict[str, int]:
-    """What a process could leak."""
-    gc.collect()
-    return {
-        "files": min(map(open_files, range(5))),
-        "threads": len(list(Path("/proc/self/task").iterdir())),
-        "python threads": threading.active_count(),
-        "groups": len(dist.distributed_c10d._world.pg_map),
-    }
 
 
 def long_run(
@@ -162,6 +145,42 @@ def test_the_first_gradient_that_is_not_finite_is_named() -> None:
         ):
             watch.check(0)
         watch.check(1)
+
+
+class Answers:
+    """A store that is silent now and then; the watch ends with the answers."""
+
+    def __init__(self, watch: Watch, *answers: Lost | None) -> None:
+        self._watch, self._answers = watch, list(answers)
+
+    def start(self, *_: object) -> None: ...
+
+    join = start
+
+    def lost(self, silence_s: float) -> Lost | None:
+        answer = self._answers.pop(0)
+        if not self._answers:
+            self._watch._done.set()
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("answers", "ends"),
+    [((None, STORE_GONE, None, None), False), ((None, STORE_GONE, STORE_GONE, None), True)],
+)
+def test_a_rank_that_was_held_up_itself_goes_on(
+    answers: tuple[Lost | None, ...], ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that asks stands still with the process: silence alone is no loss."""
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    watch = Watch(beat_s=0.0, grace_s=0.0)
+    asking: Any = Answers(watch, *answers)
+    with pytest.raises(SystemExit) if ends else contextlib.nullcontext():
+        watch._look(asking, threading.get_ident())
 
 
 def test_a_request_in_one_process_and_the_handler_before_it() -> None:

@@ -138,6 +138,13 @@ def whole_files(job: Job, folder: Path) -> None:
     assert "head.weight" not in names
     save_full(job, folder / "full.pt", 4)
     before = outcome(job)
+    # Every rank has the error of the one that writes, and none waits in a gather.
+    for fail in (
+        lambda path: export_safetensors(job.model, path),
+        lambda path: save_full(job, path, 4),
+    ):
+        with pytest.raises(CheckpointError, match="weights failed: rank 0: FileNotFoundError"):
+            fail(folder / "nowhere" / "weights")
     again = forget(job.model)
     assert load_full(again, folder / "full.pt") == 4
     assert digest(outcome(again)) == digest(before)

@@ -44,8 +44,8 @@ def test_training_is_what_the_trainer_does_alone(tmp_path: Path) -> None:
     launch(tmp_path, "plans", *ranks)
     names = sorted(file.stem for file in tmp_path.glob("*.*.json"))
     assert names == [
-        "adam.fsdp", "adam.megatron", "bf16.megatron", "full.data", "full.mean", "full.own",
-        "full.resumed", "full.ring", "lora.fsdp", "lora.ulysses",
+        "adam.fsdp", "adam.megatron", "best.fsdp", "bf16.megatron", "full.data", "full.mean",
+        "full.own", "full.resumed", "full.ring", "lora.fsdp", "lora.ulysses",
     ]  # fmt: skip
     for name in names:
         want, seen = (
@@ -72,6 +72,8 @@ def test_training_is_what_the_trainer_does_alone(tmp_path: Path) -> None:
         for key, value in weights.items():
             near = 1e-2 if low else 1e-5
             assert (trained[key] - value).abs().max() <= near * value.abs().max() + 1e-7, key
+    last, best = (torch.load(tmp_path / f"{name}.pt") for name in ("adam", "best"))
+    assert any((best[key] - value).abs().max() > 1e-3 for key, value in last.items())
     # What is saved is whole, wherever the parameters lived.
     saved = load_file(tmp_path / "adam.fsdp.saved" / "model.safetensors")
     wanted = load_file(tmp_path / "adam.saved" / "model.safetensors")

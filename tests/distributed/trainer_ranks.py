@@ -22,6 +22,11 @@ SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.5, "length": 32}
 # A small epsilon makes a sign of each gradient, of noise too.
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "adam_epsilon": 1e-3}
 SAVES = {"save_strategy": "steps", "save_steps": 2}
+# The best is the one whose loss is the largest: not the last.
+BEST = SAVES | {
+    "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True,
+    "greater_is_better": True,
+}  # fmt: skip
 
 EVALUATED = ("full", "full.ring", "full.data", "full.own")
 
@@ -74,6 +79,7 @@ def main() -> None:
         run(folder, "full", None)
         run(folder, "bf16", None, bf16=True)
         run(folder, "adam", None, **ADAM)
+        run(folder, "best", None, **ADAM, **BEST)
         run(folder, "lora", None, lora=True, **ADAM)
         return
     run(folder, "lora.ulysses", "ulysses_2", lora=True, **ADAM, **SAVES)
@@ -83,6 +89,7 @@ def main() -> None:
     run(folder, "adam.fsdp", "ring_2+fsdp", **ADAM, **SAVES)
     half = str(folder / "adam.fsdp" / "checkpoint-2")
     run(folder, "adam.megatron", "megatron_sp_2", **ADAM, resume=half)
+    run(folder, "best.fsdp", "ring_2+fsdp", **ADAM, **BEST)
     run(folder, "bf16.megatron", "megatron_sp_2", bf16=True)
     run(folder, "full.ring", "ring_2", **SAVES)
     run(folder, "full.resumed", "ring_2", resume=str(folder / "full.ring" / "checkpoint-2"))

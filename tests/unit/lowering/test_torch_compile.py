@@ -77,9 +77,10 @@ def test_blocks_are_one_graph_for_any_length(plan: plans.Plan) -> None:
         assert min(seen[0].tapes) >= SPEC.layers
 
 
-def test_a_tensor_axis() -> None:
+@pytest.mark.parametrize("checkpoint", ["selective", "block"])
+def test_a_tensor_axis(checkpoint: str) -> None:
     """What a region that runs again gathers is gathered once more than uncompiled."""
-    plan = with_memory(plans.megatron(2), checkpoint="selective", loss_chunks=2)
+    plan = with_memory(plans.megatron(2), checkpoint=checkpoint, loss_chunks=2)
     seen, found = run(Case(plan), everywhere=True)
     assert exact(seen, found)
     assert found.breaks == ()
