@@ -1,4 +1,4 @@
-"""`padding: pad` where one input is used as it is and in pieces, and where nothing may be padded."""
+"""`padding: pad` where one input is used whole and in pieces, and where nothing can be padded."""
 
 from __future__ import annotations
 
