@@ -8,7 +8,7 @@ are, and are placed like any others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import Node
 from seqcomp.capture.dropout import Dropped
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
 from seqcomp.capture.export import Capture
+from seqcomp.runtime.attention.pair_mask import hides_from
 
 aten = torch.ops.aten
 
@@ -42,7 +43,18 @@ class Written:
     dtype: torch.dtype | None = None
     lse: bool = False  # the log-sum-exp is one more column of `out`
     mod: tuple[Node, Node] | None = None  # (scores in any form, made of q k^T scale)
+    filled: Node | None = None  # pairs whose number in `mask` takes the place of the score
     dropped: Dropped | None = None
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Scores of which `low` takes the place where `condition` is `when`; `zero` is of its dtype."""
+
+    condition: Node
+    when: bool
+    low: Node
+    zero: Node
 
 
 @dataclass
@@ -50,7 +62,8 @@ class Scores:
     """State of the walk from the softmax up to q k^T; what is met last was applied first."""
 
     node: Node
-    masks: list[Node] = field(default_factory=list)
+    masks: list[Node | Fill] = field(default_factory=list)
+    absorbs: bool = True  # whether the numbers that fill swallow all else that is added
     scale: float = 1.0
     softcap: float = 0.0
     sinks: Node | None = None
@@ -75,6 +88,8 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
     used = _weights_times_values(softmax, with_sinks=walked is not None and bool(walked.sinks))
     if walked is None or used is None:
         return None
+    if not walked.absorbs and not all(isinstance(mask, Fill) for mask in walked.masks):
+        return None
     product, dropped = used
     q, k_t = walked.node.args[:2]
     k = _transposed(k_t)
@@ -98,6 +113,7 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
         sinks=walked.sinks,
         dtype=softmax.meta["val"].dtype,
         dropped=dropped,
+        filled=filled_in(capture, walked.masks, before=product),
     )
 
 
@@ -264,14 +280,14 @@ def _choice(
     is_hidden: bool,
 ) -> bool:
     dtype = state.node.meta["val"].dtype
-    if value is None or value > torch.finfo(dtype).min / 2 or state.scale != 1.0 or state.softcap:
+    if value is None or value > hides_from(dtype) or state.scale != 1.0 or state.softcap:
         return False
+    state.absorbs = state.absorbs and value <= torch.finfo(dtype).min / 2
     editor, before = Editor(capture), state.node
     kwargs = {"dtype": dtype, "device": state.node.meta["val"].device}
     low = editor.call(aten.scalar_tensor.default, (value,), kwargs, before=before)
     zero = editor.call(aten.scalar_tensor.default, (0.0,), kwargs, before=before)
-    pair = (low, zero) if is_hidden else (zero, low)
-    state.masks.append(editor.call(aten.where.self, (condition, *pair), before=before))
+    state.masks.append(Fill(condition, is_hidden, low, zero))
     state.node = scores
     return True
 
@@ -378,11 +394,31 @@ def _transposed(node: Node) -> Node | None:
     return node.args[0] if name in ("aten.mT", "aten.adjoint") else None
 
 
-def sum_of(capture: Capture, masks: list[Node], before: Node) -> Node | None:
-    """The sum of masks, the last one first."""
-    if not masks:
-        return None
-    editor, total = Editor(capture), masks[-1]
-    for mask in reversed(masks[:-1]):
-        total = editor.call(aten.add.Tensor, (total, mask), before=before)
+def sum_of(capture: Capture, masks: Sequence[Node | Fill], before: Node) -> Node | None:
+    """What the masks make of scores of 0, the last one first."""
+    editor, total = Editor(capture), None
+    for mask in reversed(masks):
+        if isinstance(mask, Fill):
+            rest = mask.zero if total is None else total
+            pair = (mask.low, rest) if mask.when else (rest, mask.low)
+            total = editor.call(aten.where.self, (mask.condition, *pair), before=before)
+        else:
+            total = mask if total is None else _plus(editor, total, mask, before)
     return total
+
+
+def _plus(editor: Editor, left: Node, right: Node, before: Node) -> Node:
+    return editor.call(aten.add.Tensor, (left, right), before=before)
+
+
+def filled_in(capture: Capture, masks: Sequence[Node | Fill], before: Node) -> Node | None:
+    """Which pairs have no score left: boolean; None for none."""
+    editor, found = Editor(capture), None
+    for mask in masks:
+        if isinstance(mask, Fill):
+            own = mask.condition
+            if not mask.when:
+                own = editor.call(aten.logical_not.default, (own,), before=before)
+            both = (aten.logical_or.default, (found, own))
+            found = own if found is None else editor.call(*both, before=before)
+    return found

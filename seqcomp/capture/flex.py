@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from seqcomp.capture.eager import Written, number_in, scores_behind, sum_of
+from seqcomp.capture.eager import Written, filled_in, number_in, scores_behind, sum_of
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
 from seqcomp.capture.export import Capture
 from seqcomp.capture.flex_trace import BATCH, HEAD, KEY, QUERY
@@ -46,12 +46,13 @@ def _written(capture: Capture, node: Node, shared: dict[Any, Node]) -> Written:
     product = writer.product()
     modified, mask = writer.on_pairs(score), _unless_all(writer.on_pairs(seen))
     state = scores_behind(capture, modified)
-    softcap, added, mod = 0.0, None, None
+    softcap, added, mod, filled = 0.0, None, None, None
     if state is None:
         mod, scale = (modified, product), float(product.args[1])
     else:
         softcap, scale = state.softcap, state.scale
         added = sum_of(capture, state.masks, before=node)
+        filled = filled_in(capture, state.masks, before=node)
         if added is not None and mask is not None:
             added = writer.emit(aten.add.Tensor, (added, writer.hidden(mask, like=added)))
     out, lse = _outputs(capture, node)
@@ -65,6 +66,7 @@ def _written(capture: Capture, node: Node, shared: dict[Any, Node]) -> Written:
         softcap=softcap,
         lse=lse,
         mod=mod,
+        filled=filled,
     )
 
 

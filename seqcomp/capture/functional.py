@@ -13,7 +13,7 @@ from torch.fx import Node
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
 from seqcomp.capture.export import Capture
 from seqcomp.capture.kinds import DROPOUTS, OTHER_DROPOUTS, is_off
-from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 
 aten = torch.ops.aten
 
@@ -101,6 +101,8 @@ def functional_pass(capture: Capture) -> None:
             and not any(_may_alias(user) for user in base.users if user not in (node, *later))
         ):
             new = _plain(capture, editor, node)
+        if new is None and isinstance(base, Node) and base.name in capture.state:
+            raise PlanError([_changed_buffer(node, capture.state[base.name])])
         if new is None:
             raise PlanError(
                 [
@@ -116,6 +118,16 @@ def functional_pass(capture: Capture) -> None:
         for user in later:
             user.replace_input_with(base, new)
         editor.replace(node, new)
+
+
+def _changed_buffer(node: Node, name: str) -> Diagnostic:
+    return diagnostic(
+        "SC307",
+        where=place_of(node),
+        found=f"forward changes {name}",
+        legal="buffers and parameters that stay as they are",
+        help="run the module in eval mode; batch norm: track_running_stats=False",
+    )
 
 
 def _write_part(capture: Capture, editor: Editor, node: Node) -> bool:

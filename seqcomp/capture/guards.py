@@ -113,7 +113,9 @@ def _kept_values(module: torch.nn.Module, before: dict[str, dict[str, Any]]) -> 
         for name, value in list(vars(sub).items()):
             if name in _OWN or not _has_tensor(value) or _same(known.get(name), value):
                 continue
-            kept.append(f"{path}.{name}".lstrip("."))
+            # A recurrent layer lists its own parameters there, which a capture replaces.
+            if not (isinstance(sub, torch.nn.RNNBase) and name == "_flat_weights"):
+                kept.append(f"{path}.{name}".lstrip("."))
             _put_back(sub, name, known.get(name))
     return kept
 

@@ -310,8 +310,15 @@ def _compare(reader: MaskReader, node: Node) -> Value | None:
 def _where(reader: MaskReader, node: Node) -> Value | None:
     condition = reader.operand(node, 0)
     yes, no = reader.number(node.args[1]), reader.number(node.args[2])
-    if isinstance(condition, Truth) and yes is not None and no is not None:
+    if not isinstance(condition, Truth):
+        return None
+    if yes is not None and no is not None:
         return Choice(condition, yes, no)
+    # Hidden twice with the same number.
+    inner, low = reader.operand(node, 1 if yes is None else 2), no if yes is None else yes
+    outer = condition if yes is None else negate(condition)
+    if isinstance(inner, Choice) and inner.no == low and outer is not None:
+        return replace(inner, condition=_both(outer, inner.condition))
     return None
 
 

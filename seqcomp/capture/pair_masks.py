@@ -68,10 +68,14 @@ class PairReader:
         queries: Size,
         keys: Size,
         mod: tuple[Node, Node] | None = None,
+        *,
+        filled: Node | None = None,
+        sinks: bool = False,
     ) -> PairReading | None:
         """The mask [.., Sq, Sk] of an attention; None where it has no such dims.
 
         node None: nothing is hidden. mod: what the scores become, and the node that they are.
+        filled, sinks: see `PairMask`.
         """
         walk = _Walk(self._capture, self._positions, queries, keys, mod[1] if mod else None)
         dtype, term = torch.bool, _TRUE
@@ -83,6 +87,9 @@ class PairReader:
         scores = walk.term(mod[0], tuple(range(4))) if mod else None
         additive = dtype != torch.bool
         hidden = hides_from(dtype) if additive else 0.0
+        fills = None
+        if filled is not None and additive and not sinks:
+            fills = walk.term(filled, tuple(range(4 - filled.meta["val"].ndim, 4)))
         trained = tuple(
             i
             for i, item in enumerate(walk.inputs)
@@ -90,7 +97,7 @@ class PairReader:
         )
         tables = tuple(i for i, item in enumerate(walk.inputs) if TABLE_DIM in item.dims)
         return PairReading(
-            PairMask(term, additive, hidden, trained, tables, scores),
+            PairMask(term, additive, hidden, trained, tables, scores, fills, sinks),
             tuple(walk.inputs),
             tuple(dict.fromkeys(walk.dense)),
         )

@@ -178,7 +178,14 @@ def _rewrite(
         mask, found = None, "a FlexAttention score_mod"
     if mask is None and not causal:
         rows, columns = capture.shape(q)[2], capture.shape(k)[2]
-        reading = pairs.read(mask_node, rows, columns, written.mod)
+        reading = pairs.read(
+            mask_node,
+            rows,
+            columns,
+            written.mod,
+            filled=written.filled,
+            sinks=written.sinks is not None,
+        )
     info = AttentionInfo(
         where=module_path(node) or "<root>",
         heads=int(q.meta["val"].shape[1]),

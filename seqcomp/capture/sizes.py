@@ -26,7 +26,8 @@ def expression(value: Any, canonical: Mapping[Size, Size]) -> Size:
     A number is replaced too where `canonical` has it.
     """
     if isinstance(value, torch.SymInt):
-        return sympy.expand(value.node.expr.xreplace(dict(canonical)))
+        found = sympy.expand(value.node.expr.xreplace(dict(canonical)))
+        return found.replace(FloorDiv, _quotient) if found.has(FloorDiv) else found
     number = sympy.Integer(int(value))
     return canonical.get(number, number)
 
@@ -46,6 +47,11 @@ def divide(total: Size, part: Size) -> Size | None:
     if denominator != 1:
         return None
     return sympy.expand(numerator)
+
+
+def _quotient(total: Size, part: Size) -> Size:
+    exact = divide(total, part)
+    return FloorDiv(total, part) if exact is None else exact
 
 
 def common(left: Size, right: Size) -> Size:

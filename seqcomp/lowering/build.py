@@ -71,8 +71,6 @@ def build_program(request: Request) -> Program:
     except SpecialisedSizeError:
         # Some operation fixed a size that others keep symbolic: one program for these sizes.
         graph, context, facts = _lowered(request, symbolic=False)
-    if context.capture.length != LENGTH_SYMBOL:
-        _refuse_padding(request, facts)
     kept = snapshot(graph, context)
     for node, traced in context.traced.items():
         node.meta["spec"] = traced.spec
@@ -153,6 +151,8 @@ def _lowered(
         patches_pass(capture, facts.length)
         if resolved.layout_for(facts.length, facts.all_causal).padded(facts.length) != facts.length:
             name_length(capture, facts.length)
+    if capture.length != LENGTH_SYMBOL:
+        _refuse_padding(request, facts)
     paths = [path for path, _ in module.named_modules() if path]
     found = check_plan(
         resolved.plan, facts, world_size=resolved.world_size, seq_len=request.sizes.length,

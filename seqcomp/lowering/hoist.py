@@ -36,9 +36,9 @@ def hoist_shards_pass(graph: Graph, context: LoweringContext) -> Graph:
                 continue
             key = (operand, cut)
             length = node.args[1:]
+            # The length of a padded sequence stands behind the inputs.
+            known = length[0] if length and operand.op == "placeholder" else operand
             if key not in made:
-                # The length of a padded sequence stands behind the inputs.
-                known = length[0] if length and operand.op == "placeholder" else operand
                 with graph.inserting_after(known):
                     made[key] = graph.call_function(cut, (operand, *length))
                 made[key].meta["nn_module_stack"] = dict(operand.meta.get("nn_module_stack") or {})
@@ -46,7 +46,7 @@ def hoist_shards_pass(graph: Graph, context: LoweringContext) -> Graph:
                 if operand.op != "placeholder":
                     work.append(made[key])
             else:
-                operand.append(made[key])  # it may stand behind `source`
+                known.append(made[key])  # it may stand behind `source`
             replaced[operand] = made[key]
         context.replaced(node, _rewrite(graph, node, source, replaced))
     return graph

@@ -71,12 +71,24 @@ def sizes_of(call: Call, dims: tuple[InputDims | None, ...]) -> CallSizes:
                             where=dim.name,
                             found=f"{role} size {size}; {known[1]} has {known[0]}",
                             legal=f"the same {role} size in all inputs",
-                            help="pass the full sequence of the same batch in every input",
+                            help="pass the full sequence of the same batch in every input"
+                            + (_left_whole(call, dims, known[0]) if role == SEQ else ""),
                         )
                     ]
                 )
     batch, length = found.get(BATCH), found.get(SEQ)
     return CallSizes(batch[0] if batch else None, length[0] if length else None)
+
+
+def _left_whole(call: Call, dims: tuple[InputDims | None, ...], length: int) -> str:
+    """What to write where inputs of that length are another sequence: what others attend to."""
+    found = {
+        dim.name: dim.dims.index(BATCH) if BATCH in dim.dims else None
+        for leaf, dim in zip(call.leaves, dims, strict=True)
+        if dim is not None and SEQ in dim.dims and leaf.shape[dim.dims.index(SEQ)] == length
+    }
+    each = (f"{name}: {{batch: {'null' if at is None else at}}}" for name, at in found.items())
+    return f"; a sequence that others attend to stays whole: inputs: {{{', '.join(each)}}}"
 
 
 def variant_of(

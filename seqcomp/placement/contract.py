@@ -36,7 +36,8 @@ def linear_rule(node: Node, env: Env) -> Decision:
         want = want.without([axis])
         features = wants[weight].dims[0]
         return Decision({x: want, **wants}, Spec((*want.dims[:-1], features)), form="column")
-    want = env.inner_tokens(want)
+    cut = env.inner_tokens(want)
+    want = want if cut.axes_of(last) else cut  # features can be as many as there are tokens
     out = Spec((*want.dims[:-1], whole(env.shape(node)[-1])))
     lost = _reason(spec, want, "the features of a linear")
     return Decision({x: want, **wants}, out, gathered=lost)

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 from torch.fx import Node
 
-from seqcomp.capture.edit import argument, is_tensor, op_name, place_of
+from seqcomp.capture.edit import argument, is_tensor, module_path, op_name, place_of
 from seqcomp.capture.pair_masks import BATCH_DIM, HEAD_DIM, MaskInput
 from seqcomp.capture.recognise import AttentionInfo
 from seqcomp.diagnostics import PlanError, diagnostic
-from seqcomp.layout.masks import Full
 from seqcomp.placement.pointwise import pointwise_rule
 from seqcomp.placement.rule import Decision, Env, Rule, align, summed
 from seqcomp.placement.spec import Dim, Factor, Spec, replicated, whole
@@ -35,7 +34,7 @@ def attention_rule(node: Node, env: Env) -> Decision:
     by_head, tokens = _head_axes(env, info, tokens)
 
     def heads_of(item: Node) -> Dim:
-        count = env.shape(item)[1]
+        count = env.shape(item)[-3]
         cut = by_head and int(count) % env.mesh.degree(by_head) == 0
         return (Factor(count, by_head),) if cut else whole(count)
 
@@ -58,7 +57,7 @@ def attention_rule(node: Node, env: Env) -> Decision:
     tiled = info.pairs is not None and tokens == everywhere and not broadcast
     tiled = tiled and (square or bool(tokens))
     if info.modified and not tiled:
-        raise _mask_error(node, info, f"{info.mask_found} where the queries' tokens are not shared")
+        raise _mask_error(node, f"{info.mask_found} where the queries' tokens are not shared")
     extra |= {part: env.spec(part) for part in node.args[9]}
     extra |= {given: replicated(env.shape(given)) for given in node.args[10:11]}
     # With dropout in tiles also where no axis shares anything out: torch would hold all pairs.
@@ -67,19 +66,21 @@ def attention_rule(node: Node, env: Env) -> Decision:
     if not tokens and not tiled and not alone:
         wants = {n: placed(n, ()) for n in (q, k, v)} | extra
         if is_tensor(mask):
-            wants[mask] = _batch_only(mask, batch, heads_of, env)
+            wants[mask] = _mask_rows(mask, batch, heads_of, whole(length), env)
         out = Spec((batch, heads_of(q), whole(length), whole(shape[3])))
         lost = "attention broadcasts its memory over the batch" if broadcast else ""
         return Decision(wants, out, form="heads", attributes=attributes, gathered=lost)
     rows: Dim = (Factor(length, tokens),) if tokens else whole(length)
     out = Spec((batch, heads_of(q), rows, whole(shape[3])))
     if not square:
-        if info.mask != Full():
-            raise _mask_error(node, info, "a mask between sequences of different lengths")
+        if node.args[4]:
+            raise _mask_error(node, "is_causal=True between sequences of different lengths")
         wants = {q: placed(q, tokens), k: placed(k, ()), v: placed(v, ())} | extra
+        if is_tensor(mask):
+            wants[mask] = _mask_rows(mask, batch, heads_of, rows, env)
         return Decision(wants, out, "drops" if info.dropout else "local", attributes)
     if info.mask is None and not tiled:
-        raise _mask_error(node, info, info.mask_found)
+        raise _mask_error(node, info.mask_found)
     wants = {n: placed(n, tokens) for n in (q, k, v)} | extra
     if is_tensor(mask):  # its description goes to the operation, not the tensor
         wants[mask] = env.spec(mask)
@@ -114,13 +115,16 @@ def _batch_dim(env: Env, operands: tuple[Node, ...]) -> Dim:
     return max(whole_batch, key=lambda d: sum(len(f.axes) for f in d))
 
 
-def _batch_only(mask: Node, batch: Dim, heads_of: Callable[[Node], Dim], env: Env) -> Spec:
+def _mask_rows(
+    mask: Node, batch: Dim, heads_of: Callable[[Node], Dim], rows: Dim, env: Env
+) -> Spec:
+    """A mask as an operand: of the rank's own samples, heads and queries, and of all keys."""
     own = env.shape(mask)
-    if len(own) < 4:
-        return Spec(tuple(whole(s) for s in own))
-    lead = batch if own[0] != 1 else whole(own[0])
-    heads = heads_of(mask) if own[1] != 1 else whole(own[1])
-    return Spec((lead, heads, *(whole(s) for s in own[2:])))
+    dims = [whole(size) for size in own]
+    for dim, cut in ((-2, rows), (-3, None), (-4, batch)):
+        if len(own) >= -dim and own[dim] != 1:
+            dims[dim] = heads_of(mask) if cut is None else cut
+    return Spec(tuple(dims))
 
 
 def _mask_input(item: MaskInput, batch: Dim, by_head: tuple[str, ...], env: Env) -> Spec:
@@ -136,15 +140,18 @@ def _mask_input(item: MaskInput, batch: Dim, by_head: tuple[str, ...], env: Env)
     return Spec(tuple(dims))
 
 
-def _mask_error(node: Node, info: AttentionInfo, found: str) -> PlanError:
+def _mask_error(node: Node, found: str) -> PlanError:
+    where = module_path(node) or "**"
     return PlanError(
         [
             diagnostic(
                 "SC303",
                 where=place_of(node),
                 found=found,
-                legal="masks of positions, documents, padding or any other data; no parameters",
-                help="biases that are trained are not available yet",
+                legal="masks and biases [.., queries, keys] of positions, documents, padding or "
+                "other data, without is_causal=True beside them",
+                help="run it on the whole sequence: "
+                f'overrides: [{{match: "{where}", gather: true}}]',
             )
         ]
     )

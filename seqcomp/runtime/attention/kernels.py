@@ -56,7 +56,8 @@ def kernel(name: str, *, group: int = 1, softcap: float = 0.0) -> Kernel:
             partial(math_kernel.backward, softcap=softcap),
             grouped=True,
         )
-    return _lifting(found if group == 1 or found.grouped else _expanding(found, group))
+    found = found if group == 1 or found.grouped else _expanding(found, group)
+    return _lifting(found, softcap)
 
 
 def choose(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str:
@@ -315,7 +316,7 @@ def _no_dropout_state(device: torch.device) -> tuple[Tensor, Tensor]:
     return state[0], state[1]
 
 
-def _lifting(inner: Kernel) -> Kernel:
+def _lifting(inner: Kernel, softcap: float) -> Kernel:
     """Takes rows of a mask that finite numbers hide, and more columns of out and dout than of v."""
 
     def forward(*tensors: Tensor, mask: TileMask | None = None, **how: Any) -> Any:
@@ -331,6 +332,7 @@ def _lifting(inner: Kernel) -> Kernel:
             return tuple(grad[..., :-extra].contiguous() for grad in grads)
         tensors = (dout, *tensors)
         if isinstance(mask, HiddenRows):
+            how["softcap"] = softcap
             return hidden_rows.backward(inner.backward, *tensors, mask=mask, **how)
         return inner.backward(*tensors, mask=mask, **how)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from seqcomp.runtime.attention.pair_dropout import TileDropout
-from seqcomp.runtime.attention.score_tile import ScoreTile
+from seqcomp.runtime.attention.score_tile import Modified
 
 TILE_BYTES = 64 * 2**20
 
@@ -25,7 +25,7 @@ def forward(
     *,
     causal: bool,
     scale: float,
-    mask: Tensor | ScoreTile | None = None,
+    mask: Tensor | Modified | None = None,
     softcap: float = 0.0,
     dropout: TileDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def backward(
     *,
     causal: bool,
     scale: float,
-    mask: Tensor | ScoreTile | None = None,
+    mask: Tensor | Modified | None = None,
     softcap: float = 0.0,
     dropout: TileDropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +84,7 @@ def mask_gradient(
     lse: Tensor,
     *,
     scale: float,
-    mask: Tensor | ScoreTile,
+    mask: Tensor | Modified,
     softcap: float = 0.0,
     dropout: TileDropout | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -95,7 +95,7 @@ def mask_gradient(
     with _full_precision(q.device):
         scores, _ = _scores(q, k, rows, causal=False, scale=scale, mask=mask, softcap=softcap)
         found = _score_gradient(scores, dout, v, out, lse, rows, dropout)[1].flatten(1, 2)
-        if not isinstance(mask, ScoreTile):
+        if not isinstance(mask, Modified):
             return found, None
         plain, _ = _scores(q, k, rows, causal=False, scale=scale, mask=None, softcap=0.0)
         return found, plain.flatten(1, 2)
@@ -116,7 +116,7 @@ def _scores(
     *,
     causal: bool,
     scale: float,
-    mask: Tensor | ScoreTile | None,
+    mask: Tensor | Modified | None,
     softcap: float,
 ) -> tuple[Tensor, Tensor | None]:
     """[B, Hkv, group, rows, Sk], -inf where a query does not see a key; the slope of what is done
@@ -132,7 +132,7 @@ def _scores(
         scores = scores.masked_fill(~seen[rows], float("-inf"))
     if mask is None:
         return scores, slope
-    if isinstance(mask, ScoreTile):
+    if isinstance(mask, Modified):
         scores, slope = mask.of(scores.flatten(1, 2), rows)
         groups = (k.shape[1], -1)
         return scores.unflatten(1, groups), slope.unflatten(1, groups)

@@ -83,6 +83,8 @@ class PairMask:
     hidden: values of an additive mask at or below it hide a pair. Where it is finite, a row that
     hides every key is the mean of all values, not 0, and must be computed with its numbers.
     mod: what takes the place of the score of a pair that is seen; then the mask is boolean.
+    filled: the pairs (boolean) whose number of an additive mask takes the place of the score.
+    sinks: something else is in every softmax, so that a row that hides every key is 0 all the same.
     """
 
     term: Term
@@ -91,11 +93,21 @@ class PairMask:
     trained: tuple[int, ...] = ()  # leaves that may need gradients
     tables: tuple[int, ...] = ()  # leaves [rows, h, 1, 1] that are looked up
     mod: Term | None = None
+    filled: Term | None = None
+    sinks: bool = False
 
     def evaluate(self, leaves: Sequence[Tensor], q: Tensor, k: Tensor) -> Tensor:
         """The mask on the pairs q x k of global positions: broadcastable to [B, H, q, k]."""
+        return self._on(self.term, leaves, q, k)
+
+    def fills(self, leaves: Sequence[Tensor], q: Tensor, k: Tensor) -> Tensor | None:
+        """`filled` on the pairs q x k, as in `evaluate`."""
+        return None if self.filled is None else self._on(self.filled, leaves, q, k)
+
+    @staticmethod
+    def _on(term: Term, leaves: Sequence[Tensor], q: Tensor, k: Tensor) -> Tensor:
         parts = [rectangle(leaf, q, k) for leaf in leaves]
-        return run(self.term, parts, q.view(1, 1, -1, 1), k.view(1, 1, 1, -1))
+        return run(term, parts, q.view(1, 1, -1, 1), k.view(1, 1, 1, -1))
 
     def modified(self, scores: Tensor, leaves: Sequence[Tensor], q: Tensor, k: Tensor) -> Tensor:
         """What `mod` makes of the scores [B, H, q, k] of a rectangle, seen or not."""

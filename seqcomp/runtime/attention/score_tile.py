@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,11 +12,18 @@ from torch import Tensor
 from seqcomp.runtime.attention.pair_mask import PairMask
 
 
-@dataclass(frozen=True)
-class ScoreTile:
-    """Stands where kernels take a mask; only "math" does.
+class Modified(ABC):
+    """Stands where kernels take a mask; only "math" does."""
 
-    seen: boolean, broadcastable to [B, H, q, k]. leaves: those of the tile's heads; q, k: global
+    @abstractmethod
+    def of(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Scaled scores [B, H, rows, k] -> (modified ones, -inf where a key is not seen, and
+        their derivatives, 0 there)."""
+
+
+@dataclass(frozen=True)
+class ScoreTile(Modified):
+    """seen: boolean, broadcastable to [B, H, q, k]. leaves: those of the tile's heads; q, k: global
     positions.
     """
 
@@ -26,8 +34,6 @@ class ScoreTile:
     k: Tensor
 
     def of(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Scaled scores [B, H, rows, k] -> (modified ones, -inf where a key is not seen, and
-        their derivatives, 0 there)."""
         with torch.enable_grad():
             given = scores.detach().requires_grad_()
             made = self.program.modified(given, self.leaves, self.q[rows], self.k)

@@ -198,7 +198,8 @@ class DataTiling(Tiling):
         best = self._best.get(rank)
         if best is None:
             return values
-        return HiddenRows.lifted(values, _of_heads(best, heads)[:, :, rows])
+        best = _of_heads(best, heads)[:, :, rows]
+        return HiddenRows.lifted(values, best, lambda: self._mask.fills(leaves, q, k))
 
     def gradients(
         self,
@@ -221,7 +222,10 @@ class DataTiling(Tiling):
                 mask = self._mask.evaluate(own, q, k)
             else:
                 mask = self._mask.modified(scores, own, q, k)
-        return torch.autograd.grad(mask, inputs, cotangent.sum_to_size(mask.shape).to(mask.dtype))
+        if not mask.requires_grad:  # comparisons pass no gradient on
+            return tuple(torch.zeros_like(x) for x in inputs)
+        cotangent = cotangent.sum_to_size(mask.shape).to(mask.dtype)
+        return torch.autograd.grad(mask, inputs, cotangent, materialize_grads=True)
 
     def _positions(self, rank: int) -> Tensor:
         """Of all tokens of a ring rank; padding stands where the last token is."""
@@ -310,7 +314,7 @@ class DataTiling(Tiling):
         None where no row is hidden by finite numbers alone.
         """
         hidden = self._mask.hidden
-        if not self._mask.additive or hidden == -torch.inf:
+        if not self._mask.additive or hidden == -torch.inf or self._mask.sinks:
             return None
         # Nearly every token sees itself.
         best = self._mask.diagonal(self._leaves, q).double()
