@@ -66,7 +66,10 @@ def model_shape(model: nn.Module | str) -> ModelShape:
                 where=name,
                 message="the model is not one list of blocks with one attention each",
                 found=f"{len(paths)} blocks in {len(lists)} lists, {len(infos)} attentions",
-                legal="a decoder or an encoder; for others use ModelShape directly",
+                legal="a decoder or an encoder, of tokens or of images",
+                help="seqcomp explain says what such a model sends and holds under a plan; of an "
+                "encoder-decoder the longer part can be priced alone (an encoder class, such as "
+                "T5EncoderModel), or give estimate a ModelShape of its own",
             )
         )
     groups: dict[Block, list[str]] = {}
@@ -77,7 +80,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         groups.setdefault(kind, []).append(path)
     blocks, ends = [], Bytes(0, 0)
     for kind, members in groups.items():
-        saved, ends = _saved(module, members[0], kind, sizes.hidden)
+        saved, ends = _saved(module, members[0], kind, sizes.hidden, facts.length)
         blocks.append(replace(kind, count=len(members), saved=saved))
     return ModelShape(
         name=name,
@@ -209,12 +212,18 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
 # --- what autograd keeps ---------------------------------------------------------------------
 
 
-def _saved(module: nn.Module, path: str, kind: Block, hidden: int) -> tuple[Saved, Bytes]:
-    """Of one block, which keeps its input where all of it runs again, and of all outside."""
+def _saved(
+    module: nn.Module, path: str, kind: Block, hidden: int, length: int | None
+) -> tuple[Saved, Bytes]:
+    """Of one block, which keeps its input where all of it runs again, and of all outside.
+
+    length: of the sequence, where the model makes it itself.
+    """
+    length = length or _RANKS * _TOKENS
     with _alone(module, path):
-        wide = _counted(module, "fp32")
+        wide = _counted(module, "fp32", length)
         try:
-            narrow = _counted(module, "bf16")
+            narrow = _counted(module, "bf16", length)
         except PlanError:
             # Experts of transformers cannot be imitated in bf16 everywhere; halves are near.
             narrow = {name: value / 2 for name, value in wide.items()}
@@ -231,7 +240,7 @@ def _saved(module: nn.Module, path: str, kind: Block, hidden: int) -> tuple[Save
     return Saved(none, affine("selective"), Bytes(0, hidden)), affine("outside")
 
 
-def _counted(module: nn.Module, dtype: str) -> Mapping[str, float]:
+def _counted(module: nn.Module, dtype: str, length: int) -> Mapping[str, float]:
     """Bytes a token of a module of one block, in one dtype.
 
     On a rank of a ring, whose attention keeps no scores however the model writes it.
@@ -242,14 +251,16 @@ def _counted(module: nn.Module, dtype: str) -> Mapping[str, float]:
         "mesh": {"ring": _RANKS},
         "strategies": {"ring": {}},
         "memory": {"checkpoint": "selective"},
+        "padding": "pad",
     }
-    report = explain(module, plan, seq_len=_RANKS * _TOKENS, dtype=dtype)
+    report = explain(module, plan, seq_len=length, dtype=dtype)
+    tokens = -(-length // _RANKS)
     (row,) = [r for r in report.memory if r.what.startswith("checkpoint")]
     total = next(r.bytes for r in report.footprint if r.what == "saved activations")
     return {
-        "none": row.bytes_without / _TOKENS,
-        "selective": row.bytes_kept / _TOKENS,
-        "outside": (total - row.bytes_kept) / _TOKENS,
+        "none": row.bytes_without / tokens,
+        "selective": row.bytes_kept / tokens,
+        "outside": (total - row.bytes_kept) / tokens,
         "untraced": float(row.at_least),
     }
 
