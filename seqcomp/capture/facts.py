@@ -45,7 +45,7 @@ def facts_of(
         hidden=hidden or getattr(config, "hidden_size", 0),
         mlp_width=getattr(config, "intermediate_size", None),
         layers=len({a.where for a in attentions}),
-        vocab=vocab,
+        vocab=None if made_in else vocab,  # of such models embeddings are tables of positions
         length=length,
         made_in=made_in,
     )

@@ -111,6 +111,29 @@ def test_a_model_without_a_head_has_no_logits_and_no_loss() -> None:
         assert not any("logits" in row.what for row in memory_rows(plan, shape, Run(64)))
 
 
+SIGLIP = (
+    "hf:SiglipVisionModel?hidden_size=64&num_hidden_layers=1&num_attention_heads=4&patch_size=8&"
+    "intermediate_size=96&image_size=32&vision_use_head=false"
+)
+
+
+def test_a_model_of_images() -> None:
+    """It makes its 16 tokens itself; estimates take any number of them."""
+    shape = model_shape(SIGLIP)
+    (block,) = shape.blocks
+    assert (shape.vocab, shape.embedding, shape.hidden, block.mask) == (0, 0, 64, "full")
+    report = explain(SIGLIP, "usp_2x2", seq_len=16, dtype="bf16")
+    plan = resolve(load_plan("usp_2x2"), shape.facts, seq_len=16)
+    work = workload_of(plan, shape, Run(16))
+    for phase in ("forward", "backward"):
+        assert work.bytes_sent(shape, phase) == report.bytes_sent(phase)
+    held = {row.what: row.bytes for row in report.footprint}
+    ours = {row.what: row.bytes for row in memory_rows(plan, shape, Run(16))}
+    assert ours["parameters"] == held["parameters"]
+    saved = ours["saved activations"] + ours["saved outside of blocks"]
+    assert saved == pytest.approx(held["saved activations"], rel=0.1)
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +148,8 @@ def test_refusals() -> None:
         with pytest.raises(PlanError) as caught:
             read_shape(model) if isinstance(model, str) else model_shape(model)
         assert caught.value.diagnostics[0].code == code
+    with pytest.raises(PlanError, match="seqcomp explain"):
+        model_shape(Two())
     with pytest.raises(PlanError, match="did you mean llama3-8b"):
         read_shape("llama3-8c")
 
