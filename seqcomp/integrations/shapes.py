@@ -34,16 +34,18 @@ def read_shape(model: str) -> ModelShape:
 def model_shape(model: nn.Module | str) -> ModelShape:
     """The shape of a module or of the one that a spec names, from captures on fake tensors.
 
-    Parameters are counted, heads and masks are those of a capture of the whole, and what autograd
-    keeps is counted on the lowered graph of one block of each kind, in bf16 and in fp32 (of experts
-    that run untraced by formula). Masks that depend on data count as full. The module stays as it
-    is.
+    Parameters are counted, heads and masks are those of a capture of the whole (of one block, where
+    all are equal and are called alike), and what autograd keeps is counted on the lowered graph of
+    one block of each kind, in bf16 and in fp32 (of experts that run untraced by formula). Masks
+    that depend on data count as full. The module stays as it is.
 
     Raises:
         PlanError: SC020, SC021 for specs, SC301, SC309 where it cannot be captured, SC022 where it
             is not one list of blocks with one attention each.
     """
+    from seqcomp.capture.alike import called_alike
     from seqcomp.capture.blocks import blocks_of
+    from seqcomp.capture.example import example_call
     from seqcomp.capture.facts import attentions_of, facts_of
     from seqcomp.integrations.models import build_model
 
@@ -51,7 +53,11 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     name = model if isinstance(model, str) else type(model).__name__
     paths = blocks_of(module)
     lists = {path.rpartition(".")[0] for path in paths}
-    alike = len(lists) == 1 and len({_signature(module.get_submodule(p)) for p in paths}) == 1
+    alike = (
+        len(lists) == 1
+        and len({_signature(module.get_submodule(p)) for p in paths}) == 1
+        and called_alike(module, paths, example_call(module))
+    )
     with _alone(module, paths[0]) if alike else nullcontext():
         capture, infos = attentions_of(module)
         facts = facts_of(capture, infos, module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from seqcomp.cost.memory import memory_rows
 from seqcomp.cost.run import Run
@@ -45,6 +45,37 @@ def test_blocks_of_different_masks_are_different() -> None:
     assert list(module.layers) == layers
     assert [a.causal for a in found.facts.attentions] == [True, False]
     assert found.blocks[0].gated
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor, causal: bool) -> Tensor:
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return x + out.transpose(1, 2).flatten(2)
+
+
+class ByNumber(nn.Module):
+    """Its blocks are equal; the forward chooses their masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.blocks = nn.ModuleList(Attending() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(x, causal=number == 0)
+        return self.head(x)
+
+
+def test_equal_blocks_under_masks_that_the_model_chooses() -> None:
+    found = model_shape(ByNumber())
+    assert [(b.count, b.mask) for b in found.blocks] == [(1, "causal"), (1, "full")]
 
 
 GEMMA = (
