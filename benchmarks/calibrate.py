@@ -2,14 +2,16 @@
 
     python benchmarks/calibrate.py [--machine a100] [--fit]
 
-Without --fit: every row with what the cluster file's constants predict. With it: the constants that
-least squares finds, to be written into the files under seqcomp/hardware. One set a machine.
+Without --fit: every row with what the cluster file's constants predict, and how many constants rows
+have decided. With it: the constants that least squares finds, to be written into the files under
+seqcomp/hardware. One set a machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from published import constants
 from published.machines import Machine, machines
@@ -23,14 +25,28 @@ from seqcomp.hardware.cluster import Cluster
 def table(machine: Machine, cluster: Cluster) -> Table:
     """Row, published, predicted, error."""
     shown = Table("source", "row", "published", "predicted", "", "error", title=machine.name)
-    for row in (*machine.rows, *machine.others):
-        error = "" if row.left_out else f"{100 * row.error(cluster):+.1f} %"
-        name = row.name + (f" (left out: {row.left_out})" if row.left_out else "")
+    for row in machine.every_row:
         cells = (f"{row.published:,.2f}", f"{row.predict(cluster):,.2f}", row.unit)
-        shown.add_row(row.source, name, *cells, error)
-    errors = [r.error(cluster) for r in (*machine.rows, *machine.others) if not r.left_out]
-    worst = max(map(abs, errors))
-    shown.caption = f"median {100 * typical(errors):.1f} %, worst {100 * worst:.1f} %"
+        shown.add_row(row.source, row.name, *cells, f"{100 * row.error(cluster):+.1f} %")
+    shown.caption = "median {}, worst {}".format(*off(machine, cluster))
+    return shown
+
+
+def off(machine: Machine, cluster: Cluster) -> tuple[str, str]:
+    """Median and worst error of all rows."""
+    errors = [abs(row.error(cluster)) for row in machine.every_row]
+    return f"{100 * typical(errors):.1f} %", f"{100 * max(errors):.1f} %"
+
+
+def summary(clusters: Sequence[tuple[Machine, Cluster]]) -> Table:
+    """How many constants explain how many rows, and how well."""
+    shown = Table("machine", "rows", "constants", "of which", "median", "worst", show_lines=True)
+    for machine, cluster in clusters:
+        fitted = [f"{name}: fitted" for name in machine.start]
+        apart = [f"{name}: from {row}" for name, row in machine.apart.items()]
+        counts = (str(len(machine.every_row)), str(len(machine.owed)))
+        which = "\n".join([*fitted, *apart]) or "none: nothing is fitted to these rows"
+        shown.add_row(machine.name, *counts, which, *off(machine, cluster))
     return shown
 
 
@@ -40,6 +56,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="look for the constants again")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
+    shown: list[tuple[Machine, Cluster]] = []
     for machine in machines():
         if args.machine not in (None, machine.name):
             continue
@@ -50,6 +67,8 @@ def main() -> None:
             for name, value in found.items():
                 console.print(f"{machine.name}: {name} = {value:.4g}", highlight=False)
         console.print(table(machine, cluster), highlight=False)
+        shown.append((machine, cluster))
+    console.print(summary(shown), highlight=False)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from seqcomp.capture.facts import example_call
+from seqcomp.capture.example import example_call
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.lowering.compiled import CompiledModule, compiled_of
 from seqcomp.lowering.consensus import agree

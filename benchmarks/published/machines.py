@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.hardware.load import load_cluster
 
 from . import constants as c
 from .attention import ring_rows, usp_rows
+from .overlap import overlap_rows
+from .packed import packed_rows
 from .rows import Row
 from .serving import pcie_rows, prefill_rows
-from .training import megatron_rows, titan_rows
+from .training import megatron_rows, other_ways, titan_rows
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Machine:
     """One cluster file and its constants.
 
     ``start``: those that are fitted, with where to begin. ``rows``: what they are fitted to,
-    ``others``: what is only predicted.
+    ``others``: what is only predicted. ``apart``: constants that are not fitted here but owed to a
+    row all the same, each with that row.
     """
 
     name: str
@@ -28,17 +31,24 @@ class Machine:
     start: Mapping[str, float]
     rows: Sequence[Row]
     others: Sequence[Row] = ()
+    apart: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def cluster(self) -> Cluster:
         return load_cluster(self.name)
 
     @property
-    def fitted(self) -> list[Row]:
-        return [row for row in self.rows if not row.left_out]
+    def every_row(self) -> tuple[Row, ...]:
+        """All that is predicted."""
+        return (*self.rows, *self.others)
+
+    @property
+    def owed(self) -> tuple[str, ...]:
+        """Constants that rows have decided, which are fewer than the rows."""
+        return (*self.start, *self.apart)
 
     def fit(self) -> dict[str, float]:
-        return c.fit(self.cluster, self.constants, self.start, self.fitted)
+        return c.fit(self.cluster, self.constants, self.start, self.rows)
 
 
 def machines() -> Iterator[Machine]:
@@ -78,13 +88,21 @@ def machines() -> Iterator[Machine]:
             "products' share of peak": 0.7,
         },
         [*usp_rows("a100"), *ring_rows("a100"), *megatron_rows()],
-        [*prefill_rows()],
+        [*other_ways(), *packed_rows("a100"), *prefill_rows(), *overlap_rows()],
+        {
+            "attention's share of peak": "64K, ring 8, ideal, forward",
+            "attention's share of peak, backward": "64K, ring 8, ideal, forward + backward",
+            "speed of the GPU of the long prefill": "the three rows of long prefill",
+            "a hop between two DGX, GB/s": "the four rows of DistFlashAttn",
+        },
     )
     yield Machine(
         "h800",
         {"attention's share of peak": c.ATTENTION, "a round of a ring, us": c.RING_ROUND},
         {"attention's share of peak": 0.4, "a round of a ring, us": 100},
         [*ring_rows("h800")],
+        [*packed_rows("h800")],
+        {"attention's share of peak, backward": "64K, ring 8, ideal, forward + backward"},
     )
     yield Machine(
         "rtx-pro-6000-fp32",

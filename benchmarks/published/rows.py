@@ -20,17 +20,13 @@ Predict = Callable[[Cluster], float]
 
 @dataclass(frozen=True)
 class Row:
-    """``published`` in ``unit``; ``predict`` gives the same of a cluster.
-
-    ``left_out``: why it is not held to; it is shown all the same.
-    """
+    """``published`` in ``unit``; ``predict`` gives the same of a cluster."""
 
     source: str
     name: str
     published: float
     unit: str
     predict: Predict = field(compare=False)
-    left_out: str = ""
 
     def error(self, cluster: Cluster) -> float:
         """Predicted over published, less one."""

@@ -10,10 +10,10 @@ import torch
 from seqcomp.capture.call import bind_call, classify_inputs, signature_of
 from seqcomp.capture.canonical import canonicalise
 from seqcomp.capture.edit import op_name
+from seqcomp.capture.example import example_call
 from seqcomp.capture.export import Capture, export_call
 from seqcomp.capture.inner import inner_sequence
 from seqcomp.capture.recognise import AttentionInfo, recognise_attention
-from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.layout.masks import Band, Causal, Full
 from seqcomp.plan.facts import AttentionFacts, ModelFacts
 
@@ -42,10 +42,10 @@ def facts_of(
             )
             for a in attentions
         ),
-        hidden=hidden,
+        hidden=hidden or getattr(config, "hidden_size", 0),
         mlp_width=getattr(config, "intermediate_size", None),
         layers=len({a.where for a in attentions}),
-        vocab=vocab,
+        vocab=None if made_in else vocab,  # of such models embeddings are tables of positions
         length=length,
         made_in=made_in,
     )
@@ -73,7 +73,7 @@ def attentions_of(
     """A capture of a module and its attentions, in the order of the forward.
 
     `example` are keyword arguments of a call (fake or real tensors). Without them a call is made
-    up for models that take `input_ids`. Raises PlanError: SC309 where no call can be made up,
+    up (`example_call`). Raises PlanError: SC309 where no call can be made up,
     SC301 where the model cannot be captured.
     """
     signature = signature_of(module.forward)
@@ -86,43 +86,6 @@ def attentions_of(
         capture = export_call(module, call, dims, data_degree=1, where=type(module).__name__)
     canonicalise(capture)
     return capture, recognise_attention(capture, module)
-
-
-def example_call(
-    module: torch.nn.Module, length: int = 32, batch: int = 2, *, labels: bool = False
-) -> dict[str, Any]:
-    """A call of a model that takes token ids. Raises PlanError SC309 for others.
-
-    labels: with those of every token, where the model takes them and has logits for every token.
-    """
-    parameters = signature_of(module.forward).parameters
-    name = next((n for n in ("input_ids", "tokens", "ids") if n in parameters), None)
-    others = [
-        p.name
-        for p in parameters.values()
-        if p.default is p.empty
-        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        and p.name != name
-    ]
-    if name is None or others:
-        raise PlanError(
-            [
-                diagnostic(
-                    "SC309",
-                    where=type(module).__name__,
-                    found=f"forward({', '.join(parameters)})",
-                    legal="a forward that needs input_ids, tokens or ids alone; or example_inputs",
-                    help="pass example_inputs={...} with the arguments of one call",
-                )
-            ]
-        )
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    # A decoder beside an encoder has tokens of its own, though its signature gives them a default.
-    names = [name, *(n for n in ("decoder_input_ids",) if n in parameters)]
-    head = getattr(module, "get_output_embeddings", None)
-    if labels and "labels" in parameters and (head is None or head() is not None):
-        names.append("labels")
-    return {n: torch.empty((batch, length), dtype=torch.long, device=device) for n in names}
 
 
 def makes_cache(module: torch.nn.Module, forward: Callable[..., Any] | None = None) -> bool:

@@ -84,7 +84,7 @@ def verify(
             report = run(
                 SampleModel(model, torch_name(dtype), mode.value),
                 plan,
-                inputs_fn=SampleInputs(model, batch or 2 * data, seq_len),
+                inputs_fn=SampleInputs(model, batch or 2 * data, seq_len, torch_name(dtype)),
                 backend=backend.value,
                 timeout=timeout,
                 progress=progress,

@@ -269,8 +269,9 @@ def _ends(plan: ResolvedPlan, model: ModelShape, run: Run) -> Iterator[tuple[str
     tokens = run.batch * run.seq_len // (plan.ring_size * plan.ulysses_size)
     if t > 1:
         size = part((t - 1) * tokens * model.hidden * width.activation, t)
-        yield "embedding", CommStep("reduce_scatter", axis, size, 1, "forward", False)
-        yield "embedding", CommStep("all_gather", axis, size, 1, "backward", False)
+        if model.embedding:
+            yield "embedding", CommStep("reduce_scatter", axis, size, 1, "forward", False)
+            yield "embedding", CommStep("all_gather", axis, size, 1, "backward", False)
         if run.trains and model.vocab:
             yield "head", CommStep("all_gather", axis, size, 1, "forward", False)
             yield "head", CommStep("reduce_scatter", axis, size, 1, "backward", False)

@@ -9,11 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from seqcomp.capture.call import signature_of
-from seqcomp.capture.facts import example_call, makes_cache
+from seqcomp.capture.example import example_call
+from seqcomp.capture.facts import makes_cache
 from seqcomp.diagnostics import PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.integrations.models import build_model
+from seqcomp.integrations.sample import wrong_length
 from seqcomp.integrations.validate import count_of, run_validation
 from seqcomp.lowering.binding import bound_call
 from seqcomp.lowering.blanks import blank_like, replaced
@@ -29,6 +32,11 @@ from seqcomp.report.local import local_values
 from seqcomp.runtime.threads import ThreadWorld
 
 T = TypeVar("T")
+
+_OTHERS = (
+    "calls are made up for models of tokens, of images and of embedded tokens; others: "
+    "seqcomp.explain(module, plan, seq_len=..., example_inputs={...}) in Python"
+)
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -62,6 +70,7 @@ def explain(
     seq_len: int,
     batch: int = 1,
     dtype: torch.dtype | str | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
 ) -> Report:
     """What one call and its backward would do on the first rank of the plan's mesh, or where masks
     make those along the ring send different keys on the one that sends most.
@@ -73,17 +82,23 @@ def explain(
 
     Args:
         model: a module, or a spec such as ``hf:LlamaForCausalLM?num_hidden_layers=2``. A call is
-            made up, with labels where the model takes them.
+            made up for models of token ids (with labels where they take them), of images and of
+            embedded tokens.
         plan: path, preset name, YAML text, dict or ``Plan``, for any number of ranks.
         seq_len: full sequence length in tokens.
         batch: sequences on each data rank.
         dtype: of weights and buffers ("bf16", "fp16", "fp32", "fp64"); the model's own otherwise.
+        example_inputs: keyword arguments of a call, for other models; of tensors the sizes alone
+            count, which are those of one data rank's call.
 
     Raises:
         PlanError: everything wrong with the plan, the model and the sizes, as ``validate`` finds
             it, and whatever stops the compilation.
     """
-    return lowered(model, plan, _report, seq_len=seq_len, batch=batch, dtype=dtype)
+    return lowered(
+        model, plan, _report,
+        seq_len=seq_len, batch=batch, dtype=dtype, example_inputs=example_inputs,
+    )  # fmt: skip
 
 
 def graph(
@@ -137,6 +152,7 @@ def lowered(
     seq_len: int,
     batch: int = 1,
     dtype: torch.dtype | str | None = None,
+    example_inputs: Mapping[str, Any] | None = None,
 ) -> T:
     """What `then` makes of the lowered model; arguments and errors as of `explain`."""
     checked = run_validation(plan, seq_len=seq_len)
@@ -150,8 +166,14 @@ def lowered(
     paths = [path for path, _ in module.named_modules() if path]
     resolved = resolve(checked.plan, seq_len=seq_len, module_paths=paths)
     wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
+
+    def inputs() -> Mapping[str, Any]:
+        if example_inputs is not None:
+            return _emptied(example_inputs, module, wanted)
+        return _call_of(module, seq_len, batch)
+
     try:
-        return then(_lowered(module, resolved, seq_len, batch, wanted))
+        return then(_lowered(module, resolved, inputs, seq_len, wanted))
     except PlanError:
         raise
     except Exception as error:
@@ -162,7 +184,11 @@ def lowered(
 
 
 def _lowered(
-    module: nn.Module, resolved: ResolvedPlan, length: int, batch: int, dtype: torch.dtype | None
+    module: nn.Module,
+    resolved: ResolvedPlan,
+    inputs: Callable[[], Mapping[str, Any]],
+    length: int,
+    dtype: torch.dtype | None,
 ) -> Lowered:
     fsdp = resolved.plan.strategies.fsdp
     low = PRECISIONS.get(fsdp.mixed_precision) if fsdp else None
@@ -178,7 +204,7 @@ def _lowered(
         call, dims, sizes = bound_call(
             signature_of(module.forward),
             (),
-            _call_of(module, length, batch),
+            inputs(),
             resolved,
             where=type(module).__name__,
             stateless=makes_cache(module),
@@ -188,6 +214,8 @@ def _lowered(
         program = build_program(Request(module, call, dims, sizes, resolved, name, sharded=sharded))
     raise_for_errors(program.unmet)
     sizes = program.sizes(sizes)
+    if sizes.length not in (None, length):
+        raise PlanError(wrong_length(name, length, sizes.length))
     return Lowered(program, sizes.batch, sizes.length, resolved, kept)
 
 
@@ -233,9 +261,22 @@ def _unknown(dtype: Any) -> list[Any]:
 
 
 def _call_of(module: nn.Module, length: int, batch: int) -> dict[str, Any]:
-    """Token ids, and labels where the model has a head that gives logits for every token."""
+    """A call, with labels where the model has a head that gives logits for every token."""
     try:
         return example_call(module, length=length, batch=batch, labels=True)
     except PlanError as error:
-        other = "calls are made up for models of token ids; others: seqcomp.of(model).report()"
-        raise PlanError([replace(item, help=other) for item in error.diagnostics]) from error
+        raise PlanError([replace(item, help=_OTHERS) for item in error.diagnostics]) from error
+
+
+def _emptied(
+    inputs: Mapping[str, Any], module: nn.Module, dtype: torch.dtype | None
+) -> Mapping[str, Any]:
+    """Tensors of the same sizes where the weights are; dtype: of floating ones, where given."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+
+    def emptied(x: Tensor) -> Tensor:
+        kind = dtype if dtype is not None and x.is_floating_point() else x.dtype
+        return torch.empty(x.shape, dtype=kind, device=device)
+
+    found: Mapping[str, Any] = pytree.tree_map_only(Tensor, emptied, dict(inputs))
+    return found

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.integrations.models import build_model
 
 if TYPE_CHECKING:
@@ -33,35 +33,61 @@ class SampleModel:
 
 @dataclass(frozen=True)
 class SampleInputs:
-    """Random tokens [batch, length], with labels (some of them ignored) where the model takes
-    them.
+    """Random inputs of a model of tokens [batch, length], with labels (some of them ignored) where
+    it takes them, of images or of embedded tokens. dtype: of floating ones.
 
-    Raises PlanError SC309 for models that take no tokens.
+    Raises PlanError SC309 for other models, SC503 where images do not give `length` tokens.
     """
 
     spec: str
     batch: int
     length: int
+    dtype: str = "float64"
 
     def __call__(self) -> dict[str, Any]:
         import torch
 
         from seqcomp.capture.call import signature_of
-        from seqcomp.capture.facts import example_call
+        from seqcomp.capture.example import example_call
 
         model = build_model(self.spec)
-        names = list(example_call(model, length=self.length, batch=self.batch))
+        shapes = example_call(model, length=self.length, batch=self.batch)
+        draw = torch.Generator().manual_seed(1)
+        if any(x.is_floating_point() for x in shapes.values()):
+            require_tokens(model, self.spec, self.length)
+            kind = getattr(torch, self.dtype)
+            return {n: torch.randn(x.shape, generator=draw, dtype=kind) for n, x in shapes.items()}
         words = min(
             (m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)),
             default=2,
         )
-        draw = torch.Generator().manual_seed(1)
         ids = torch.randint(0, words, (self.batch, self.length), generator=draw)
-        call = dict.fromkeys(names, ids)
+        call = dict.fromkeys(shapes, ids)
         if "labels" in signature_of(model.forward).parameters:
             ignored = torch.rand(ids.shape, generator=draw) < 0.2
             call["labels"] = ids.masked_fill(ignored, IGNORED)
         return call
+
+
+def require_tokens(model: nn.Module, spec: str, length: int) -> None:
+    """Raises PlanError SC503 where a model makes another number of tokens of its inputs."""
+    from seqcomp.capture.facts import model_facts
+
+    made = model_facts(model).length
+    if made is not None and made != length:
+        raise PlanError(wrong_length(spec, length, made))
+
+
+def wrong_length(where: str, length: int, made: int) -> Diagnostic:
+    """SC503: `made` tokens, of which a caller believes that they are `length`."""
+    return diagnostic(
+        "SC503",
+        where=where,
+        message="the inputs of the model give another number of tokens",
+        found=length,
+        legal=made,
+        help=f"--seq-len {made} (seq_len={made}), which is what its inputs make",
+    )
 
 
 def require_memory(spec: str, dtype: str, copies: int) -> None:

@@ -34,16 +34,18 @@ def read_shape(model: str) -> ModelShape:
 def model_shape(model: nn.Module | str) -> ModelShape:
     """The shape of a module or of the one that a spec names, from captures on fake tensors.
 
-    Parameters are counted, heads and masks are those of a capture of the whole, and what autograd
-    keeps is counted on the lowered graph of one block of each kind, in bf16 and in fp32 (of experts
-    that run untraced by formula). Masks that depend on data count as full. The module stays as it
-    is.
+    Parameters are counted, heads and masks are those of a capture of the whole (of one block, where
+    all are equal and are called alike), and what autograd keeps is counted on the lowered graph of
+    one block of each kind, in bf16 and in fp32 (of experts that run untraced by formula). Masks
+    that depend on data count as full. The module stays as it is.
 
     Raises:
         PlanError: SC020, SC021 for specs, SC301, SC309 where it cannot be captured, SC022 where it
             is not one list of blocks with one attention each.
     """
+    from seqcomp.capture.alike import called_alike
     from seqcomp.capture.blocks import blocks_of
+    from seqcomp.capture.example import example_call
     from seqcomp.capture.facts import attentions_of, facts_of
     from seqcomp.integrations.models import build_model
 
@@ -51,7 +53,11 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     name = model if isinstance(model, str) else type(model).__name__
     paths = blocks_of(module)
     lists = {path.rpartition(".")[0] for path in paths}
-    alike = len(lists) == 1 and len({_signature(module.get_submodule(p)) for p in paths}) == 1
+    alike = (
+        len(lists) == 1
+        and len({_signature(module.get_submodule(p)) for p in paths}) == 1
+        and called_alike(module, paths, example_call(module))
+    )
     with _alone(module, paths[0]) if alike else nullcontext():
         capture, infos = attentions_of(module)
         facts = facts_of(capture, infos, module)
@@ -66,7 +72,10 @@ def model_shape(model: nn.Module | str) -> ModelShape:
                 where=name,
                 message="the model is not one list of blocks with one attention each",
                 found=f"{len(paths)} blocks in {len(lists)} lists, {len(infos)} attentions",
-                legal="a decoder or an encoder; for others use ModelShape directly",
+                legal="a decoder or an encoder, of tokens or of images",
+                help="seqcomp explain says what such a model sends and holds under a plan; of an "
+                "encoder-decoder the longer part can be priced alone (an encoder class, such as "
+                "T5EncoderModel), or give estimate a ModelShape of its own",
             )
         )
     groups: dict[Block, list[str]] = {}
@@ -77,7 +86,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         groups.setdefault(kind, []).append(path)
     blocks, ends = [], Bytes(0, 0)
     for kind, members in groups.items():
-        saved, ends = _saved(module, members[0], kind, sizes.hidden)
+        saved, ends = _saved(module, members[0], kind, sizes.hidden, facts.length)
         blocks.append(replace(kind, count=len(members), saved=saved))
     return ModelShape(
         name=name,
@@ -228,12 +237,18 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
 # --- what autograd keeps ---------------------------------------------------------------------
 
 
-def _saved(module: nn.Module, path: str, kind: Block, hidden: int) -> tuple[Saved, Bytes]:
-    """Of one block, which keeps its input where all of it runs again, and of all outside."""
+def _saved(
+    module: nn.Module, path: str, kind: Block, hidden: int, length: int | None
+) -> tuple[Saved, Bytes]:
+    """Of one block, which keeps its input where all of it runs again, and of all outside.
+
+    length: of the sequence, where the model makes it itself.
+    """
+    length = length or _RANKS * _TOKENS
     with _alone(module, path):
-        wide = _counted(module, "fp32")
+        wide = _counted(module, "fp32", length)
         try:
-            narrow = _counted(module, "bf16")
+            narrow = _counted(module, "bf16", length)
         except PlanError:
             # Experts of transformers cannot be imitated in bf16 everywhere; halves are near.
             narrow = {name: value / 2 for name, value in wide.items()}
@@ -250,7 +265,7 @@ def _saved(module: nn.Module, path: str, kind: Block, hidden: int) -> tuple[Save
     return Saved(none, affine("selective"), Bytes(0, hidden)), affine("outside")
 
 
-def _counted(module: nn.Module, dtype: str) -> Mapping[str, float]:
+def _counted(module: nn.Module, dtype: str, length: int) -> Mapping[str, float]:
     """Bytes a token of a module of one block, in one dtype.
 
     On a rank of a ring, whose attention keeps no scores however the model writes it.
@@ -261,14 +276,16 @@ def _counted(module: nn.Module, dtype: str) -> Mapping[str, float]:
         "mesh": {"ring": _RANKS},
         "strategies": {"ring": {}},
         "memory": {"checkpoint": "selective"},
+        "padding": "pad",
     }
-    report = explain(module, plan, seq_len=_RANKS * _TOKENS, dtype=dtype)
+    report = explain(module, plan, seq_len=length, dtype=dtype)
+    tokens = -(-length // _RANKS)
     (row,) = [r for r in report.memory if r.what.startswith("checkpoint")]
     total = next(r.bytes for r in report.footprint if r.what == "saved activations")
     return {
-        "none": row.bytes_without / _TOKENS,
-        "selective": row.bytes_kept / _TOKENS,
-        "outside": (total - row.bytes_kept) / _TOKENS,
+        "none": row.bytes_without / tokens,
+        "selective": row.bytes_kept / tokens,
+        "outside": (total - row.bytes_kept) / tokens,
         "untraced": float(row.at_least),
     }
 

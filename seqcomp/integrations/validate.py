@@ -106,6 +106,7 @@ def _facts(model: Any) -> tuple[ModelFacts, list[str] | None]:
     try:
         from seqcomp.capture.facts import model_facts
 
+        # Of all blocks: one may choose its mask by its own number, which nothing outside shows.
         return model_facts(module), [name for name, _ in module.named_modules()]
     except PlanError:
         raise

@@ -108,9 +108,11 @@ def _axes_of_tokens(node: Node, capture: Capture, mesh: MeshView) -> Iterator[st
     """The axes that could share this node's work: those of the sequence, those of the batch."""
     values = [n for n in (node, *node.all_input_nodes) if is_tensor(n)]
     sizes = [size for value in values for size in capture.shape(value)]
-    # A convolution of an image makes the tokens of sides that are no tokens yet.
-    makes = op_name(node) in CONVOLUTIONS and all(
-        d is None or d.index(SEQ) is None for d in capture.dims
+    # A convolution of an image makes the tokens of sides that are no tokens yet; and attention is
+    # over tokens, of whatever number.
+    makes = op_name(node) == "attention" or (
+        op_name(node) in CONVOLUTIONS
+        and all(d is None or d.index(SEQ) is None for d in capture.dims)
     )
     for symbol, extent, axes in (
         (BATCH_SYMBOL, capture.batch, mesh.batch),

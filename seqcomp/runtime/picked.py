@@ -24,6 +24,7 @@ def tokens_at(
     `dim`; "gather" as in torch.gather; "rows" [x.shape[0]], a token for each row, `dim` is 1.
     Positions that do not exist raise IndexError (or RuntimeError) as they do on one device.
     """
+    index = index.to(x.device)  # constants of a graph are on the host
     wrapped = index if how == "gather" else torch.where(index < 0, index + length, index)
     local, found = torch.zeros_like(wrapped), torch.zeros_like(wrapped, dtype=torch.bool)
     offset = 0

@@ -52,6 +52,25 @@ def test_multiples_of_forward_and_backward() -> None:
     assert total_bytes(steps) == 4 * total_bytes(steps, "forward")
 
 
+def test_units_of_a_ring() -> None:
+    """Of T h elements with gradients as wide as they are: 6, or 4 as USP counts, which lets keys
+    and values travel once. Gathered keys are the same bytes in other collectives."""
+    shape = AttentionShape(1, S, 32, 32, 128, element_bytes=4)
+    unit = Fraction(7, 8) * shape.tokens * shape.hidden * 4
+    steps = Ring(8).comm_steps(shape)
+    assert total_bytes(steps) == 6 * unit
+    keys, gradients = (s for s in steps if s.phase == "backward")
+    assert total_bytes(steps) - keys.bytes_sent == 4 * unit
+    assert gradients.bytes_sent == 2 * unit
+    gathered = Ring(8, transport="allgather").comm_steps(shape)
+    assert total_bytes(gathered, "backward") == total_bytes(steps, "backward")
+    kinds = [(s.kind, s.phase) for s in gathered]
+    assert kinds == [
+        ("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward"),
+    ]  # fmt: skip
+    assert not any(s.overlappable for s in gathered if s.phase == "forward")
+
+
 def test_ulysses_stays_constant_when_ranks_and_tokens_grow_together() -> None:
     sent = []
     for p in (2, 4, 8, 16):

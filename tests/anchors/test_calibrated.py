@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from itertools import pairwise
 
 import pytest
 
 from benchmarks.published import constants as c
+from benchmarks.published import overlap
 from benchmarks.published.attention import (
     DEGREES,
     RFA,
@@ -31,55 +33,77 @@ from benchmarks.published.serving import (
     prefill,
     tensor_parallel,
 )
+from seqcomp.cost.kernels import attention_seconds
 from seqcomp.hardware.load import load_cluster
+from seqcomp.strategies.base import AttentionShape, attention_flops
 
 MACHINES = {machine.name: machine for machine in machines()}
 TYPICAL, WORST = 0.15, 0.30
 CLOSER = {"long prefill": 0.15, "attention over PCIe": 0.15}
 """Sources of which every row has to be this near."""
 
-LEFT_OUT = {
-    "baseline (tensor parallel), forward",
-    "baseline (tensor parallel), backward",
-    "sequence parallel, forward",
-    "sequence parallel, backward",
-    "full recomputation, forward",
-    "full recomputation, backward",
-    "selective, forward",
-    "selective, backward",
+ROWS = {
+    "l20": {"USP table 3": 24},
+    "a100": {
+        "USP table 4": 8,
+        "ring-flash-attention": 16,
+        "Korthikanti table 4": 10,
+        "Korthikanti table 5": 4,
+        "long prefill": 3,
+        "DistFlashAttn": 4,
+    },
+    "h800": {"ring-flash-attention": 16},
+    "rtx-pro-6000-fp32": {"attention over PCIe": 4},
+    "h100": {"torchtitan 2024-12": 2},
 }
+"""All rows of timings: none is left out but those whose setting is in doubt (`USP_A100_LONG`)."""
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_published_timings_are_met(name: str) -> None:
+    """Median and worst. To the rows of H100 nothing is fitted (one constant for one timing would
+    say nothing), so that their median says what an uncalibrated machine is like: the worst bounds
+    it."""
     machine = MACHINES[name]
     cluster = machine.cluster
     errors, lines = {}, []
-    for row in (*machine.rows, *machine.others):
+    for row in machine.every_row:
         error = row.error(cluster)
-        note = f"left out: {row.left_out}" if row.left_out else f"{100 * error:+6.1f} %"
-        lines.append(f"{row.source:22} {row.name:44} {row.published:9.2f} {row.unit:13} {note}")
-        if not row.left_out:
-            errors[row.source, row.name] = error
+        lines.append(
+            f"{row.source:22} {row.name:44} {row.published:9.2f} {row.unit:13} {error:+.1%}"
+        )
+        errors[row.source, row.name] = error
     sys.stdout.write("\n".join([*lines, ""]))
-    if machine.start:
+    if machine.owed:
         assert typical(errors.values()) <= TYPICAL
     for (source, row_name), error in errors.items():
         assert abs(error) <= CLOSER.get(source, WORST), (source, row_name, error)
 
 
-def test_what_is_left_out_is_named() -> None:
-    rows = [row for m in MACHINES.values() for row in (*m.rows, *m.others)]
-    assert {row.name for row in rows if row.left_out} == LEFT_OUT
-    assert len(rows) - len(LEFT_OUT) == 24 + 8 + 16 + 6 + 3 + 4 + 1
+def test_no_row_is_left_out() -> None:
+    found = {
+        name: dict(Counter(row.source for row in machine.every_row))
+        for name, machine in MACHINES.items()
+    }
+    assert found == ROWS
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_rows_are_more_than_the_constants_they_decide(name: str) -> None:
+    machine = MACHINES[name]
+    assert len(machine.owed) < len(machine.every_row)
+    assert len(machine.start) < len(machine.rows) or not machine.start
+    names = {row.name for row in machine.every_row}
+    sources = {row.source for row in machine.every_row}
+    for row in machine.apart.values():
+        assert row in names or row.rpartition("rows of ")[2] in sources
 
 
 @pytest.mark.parametrize("name", [m.name for m in MACHINES.values() if m.start])
 def test_constants_are_where_least_squares_puts_them(name: str) -> None:
     """Few of them, none per row: moving any one by a tenth makes all rows together worse."""
     machine = MACHINES[name]
-    assert len(machine.start) <= len(machine.fitted) / 1.3
-    best = c.loss(machine.cluster, machine.fitted)
+    best = c.loss(machine.cluster, machine.rows)
     for constant in machine.start:
         for factor in (0.9, 1.1):
             assert _moved(machine, constant, factor) > best, (constant, factor)
@@ -88,7 +112,32 @@ def test_constants_are_where_least_squares_puts_them(name: str) -> None:
 def _moved(machine: Machine, constant: str, factor: float) -> float:
     """Sum of squares with one constant changed, as it is in the cluster."""
     known, cluster = machine.constants[constant], machine.cluster
-    return c.loss(known.set(cluster, known.get(cluster) * factor), machine.fitted)
+    return c.loss(known.set(cluster, known.get(cluster) * factor), machine.rows)
+
+
+def test_the_constant_of_hops_between_two_nodes_is_fitted_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, rows = load_cluster("a100"), [*overlap.overlap_rows()]
+    best = c.loss(cluster, rows)
+    for factor in (0.95, 1.05):
+        with monkeypatch.context() as patched:
+            patched.setattr(overlap, "HOP_GB_S", factor * overlap.HOP_GB_S)
+            assert c.loss(cluster, rows) > best
+
+
+def test_hops_that_take_less_than_their_tiles_are_hidden() -> None:
+    """Published: 8 and 1 % left where they do, against 44 of 105 % where they do not."""
+    cluster = load_cluster("a100")
+    in_turn, hidden = (
+        [overlap.overhead(cluster, n * K, hidden=h) - 1 for n in (128, 256, 512)]
+        for h in (False, True)
+    )
+    assert hidden[0] < in_turn[0] / 2
+    assert hidden[1:] == pytest.approx([0, 0], abs=1e-9)
+    # Twice the length has twice the bytes and four times the work, but for a round's own time.
+    for short, long in pairwise(in_turn):
+        assert long == pytest.approx(short / 2, rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +185,34 @@ def test_an_unbalanced_ring_of_eight_reaches_8_15ths(machine: str, mode: str) ->
     """A law without constants: 53.3 %, measured 51.4 to 53.9."""
     ideal, contiguous, *_ = RFA[machine][mode]
     assert contiguous / ideal == pytest.approx(8 / 15, abs=0.02)
+
+
+@pytest.mark.parametrize(("machine", "teraflops"), [("h800", 325), ("a100", 205)])
+def test_speed_that_an_even_share_implies(machine: str, teraflops: float) -> None:
+    """Of each GPU, in flash attention of 8K causal tokens."""
+    whole = attention_flops(AttentionShape(1, 64 * K, 32, 8, 128), causal=True, phase="forward")
+    assert RFA[machine]["prefill"][0] * whole / 8 / 1e12 == pytest.approx(teraflops, rel=2e-3)
+
+
+CEILINGS = {
+    "FlashAttention 3": (662, 657, 672, 679),
+    "cuDNN": (487, 537, 553, 566),
+    "SDPA": (562, 591, 588, 607),
+    "FlashAttention 2": (327, 351, 362, 365),
+    "FlexAttention": (325, 369, 384, 391),
+}
+"""TFLOP/s of one H100, causal forward at 4K, 8K, 16K and 32K, read off figures (+- 5)."""
+
+
+def test_one_h100_attends_as_fast_as_the_kernel_it_is_taken_to_run() -> None:
+    """FlashAttention 2, which torch's flash kernel is; the fastest is a ceiling to all."""
+    device = load_cluster("h100").device
+    for index, n in enumerate((4, 8, 16, 32)):
+        pairs = n * K * (n * K + 1) / 2
+        flops = 1e6 * pairs
+        speed = flops / attention_seconds(device, "bf16", pairs, flops) / 1e12
+        assert speed == pytest.approx(CEILINGS["FlashAttention 2"][index], abs=5)
+        assert speed <= max(rates[index] for rates in CEILINGS.values())
 
 
 def test_the_one_constant_of_the_long_prefill_is_fitted_too() -> None:

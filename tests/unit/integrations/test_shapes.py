@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from seqcomp.cost.memory import memory_rows
 from seqcomp.cost.run import Run
@@ -45,6 +45,37 @@ def test_blocks_of_different_masks_are_different() -> None:
     assert list(module.layers) == layers
     assert [a.causal for a in found.facts.attentions] == [True, False]
     assert found.blocks[0].gated
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor, causal: bool) -> Tensor:
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return x + out.transpose(1, 2).flatten(2)
+
+
+class ByNumber(nn.Module):
+    """Its blocks are equal; the forward chooses their masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.blocks = nn.ModuleList(Attending() for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(x, causal=number == 0)
+        return self.head(x)
+
+
+def test_equal_blocks_under_masks_that_the_model_chooses() -> None:
+    found = model_shape(ByNumber())
+    assert [(b.count, b.mask) for b in found.blocks] == [(1, "causal"), (1, "full")]
 
 
 GEMMA = (
@@ -111,6 +142,29 @@ def test_a_model_without_a_head_has_no_logits_and_no_loss() -> None:
         assert not any("logits" in row.what for row in memory_rows(plan, shape, Run(64)))
 
 
+SIGLIP = (
+    "hf:SiglipVisionModel?hidden_size=64&num_hidden_layers=1&num_attention_heads=4&patch_size=8&"
+    "intermediate_size=96&image_size=32&vision_use_head=false"
+)
+
+
+def test_a_model_of_images() -> None:
+    """It makes its 16 tokens itself; estimates take any number of them."""
+    shape = model_shape(SIGLIP)
+    (block,) = shape.blocks
+    assert (shape.vocab, shape.embedding, shape.hidden, block.mask) == (0, 0, 64, "full")
+    report = explain(SIGLIP, "usp_2x2", seq_len=16, dtype="bf16")
+    plan = resolve(load_plan("usp_2x2"), shape.facts, seq_len=16)
+    work = workload_of(plan, shape, Run(16))
+    for phase in ("forward", "backward"):
+        assert work.bytes_sent(shape, phase) == report.bytes_sent(phase)
+    held = {row.what: row.bytes for row in report.footprint}
+    ours = {row.what: row.bytes for row in memory_rows(plan, shape, Run(16))}
+    assert ours["parameters"] == held["parameters"]
+    saved = ours["saved activations"] + ours["saved outside of blocks"]
+    assert saved == pytest.approx(held["saved activations"], rel=0.1)
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -125,6 +179,8 @@ def test_refusals() -> None:
         with pytest.raises(PlanError) as caught:
             read_shape(model) if isinstance(model, str) else model_shape(model)
         assert caught.value.diagnostics[0].code == code
+    with pytest.raises(PlanError, match="seqcomp explain"):
+        model_shape(Two())
     with pytest.raises(PlanError, match="did you mean llama3-8b"):
         read_shape("llama3-8c")
 

@@ -125,6 +125,18 @@ def test_repeated_work_is_a_note_with_its_flops(name: str, plan: str, axes: str,
     assert f"of {B} x {S} tokens" in found.found
 
 
+def test_attention_over_other_tokens_is_repeated() -> None:
+    """Of a number that is not the length: the plan divides none of them."""
+
+    def mix(model: Mixer, x: Tensor) -> Tensor:
+        few = x[:, None, :6]
+        return x + nn.functional.scaled_dot_product_attention(few, few, few).mean(2)
+
+    (found,) = findings(mixer(mix), "ring_2", IDS)
+    assert found.found.startswith("attention on whole tokens")
+    assert f"along ring computes the same {4 * B * 6 * 6 * H} FLOPs" in found.found
+
+
 def test_the_tensor_axis_repeats_too() -> None:
     """Compiled from a call of its own making, of 2 x 32 tokens: the note says so."""
     (found,) = findings(mixer(lambda m, x: decay(m, x.flip(1))), "ulysses_2+megatron_sp_2", IDS)
