@@ -36,7 +36,7 @@ class VerifiedDtype(StrEnum):
 
 
 class Speed(StrEnum):
-    """Those in which machines have speeds."""
+    """Those in which machines may have speeds."""
 
     bf16 = "bf16"
     fp16 = "fp16"
@@ -44,18 +44,21 @@ class Speed(StrEnum):
 
 
 def dtype_on(cluster: Cluster, wanted: StrEnum | None) -> tuple[str, tuple[Diagnostic, ...]]:
-    """What is wanted; else bf16, or where the cluster has no speed in it the first that it has."""
-    known = tuple(cluster.device.peak)
-    if wanted is not None or "bf16" in known or not known:
+    """What is wanted; else that in which the cluster's kernels were measured, with SC419 where that
+    is not bf16."""
+    measured, *others = cluster.device.peak
+    if wanted is not None or measured == "bf16":
         return (wanted or Speed.bf16).value, ()
     note = diagnostic(
         "SC419",
         where=cluster.name,
-        message=f"{cluster.device.name} has no speed in bf16: computed in {known[0]}",
-        found=known,
+        message=f"computed in {measured}, in which the kernels of {cluster.device.name} were "
+        "measured",
+        found=measured,
+        legal=(measured, *others),
         help="--dtype names another",
     )
-    return known[0], (note,)
+    return measured, (note,)
 
 
 def torch_name(dtype: StrEnum) -> str:

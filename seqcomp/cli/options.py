@@ -36,7 +36,9 @@ DtypeOption = Annotated[
 ]
 SpeedOption = Annotated[
     Speed | None,
-    typer.Option(help="Of weights and activations; bf16 otherwise, or what the cluster has."),
+    typer.Option(
+        help="Of weights and activations; otherwise the one in which the cluster was measured: bf16, fp32 on CPUs."
+    ),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to standard output.")

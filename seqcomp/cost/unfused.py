@@ -38,7 +38,7 @@ def written(plan: ResolvedPlan, block: Block, run: Run) -> Written | None:
         return Written(11, 20, wide=True) if narrow else None
     if not block.scores:
         return None
-    return Written(14, 18, wide=False) if capped else Written(12, 13, wide=False)
+    return Written(14, 18, wide=False) if capped else Written(10, 13, wide=False)
 
 
 def is_tiled(plan: ResolvedPlan, run: Run) -> bool:

@@ -217,7 +217,7 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
     ("SC418", "warning", "attention's work is shared out unevenly",
      "The masks leave one rank of the ring with more pairs than the others, which wait for it."),
     ("SC419", "note", "the dtype is the machine's",
-     "None was asked for, and the usual one has no measured speed there."),
+     "None was asked for: it is the one in which the machine's kernels were measured."),
     ("SC421", "note", "what the times leave out",
      "The cost model knows one job on one cluster with two kinds of links."),
     ("SC422", "note", "what was not tried",

@@ -51,7 +51,7 @@ class Kernels:
 @dataclass(frozen=True, slots=True)
 class Device:
     """One GPU: usable ``memory`` in bytes, ``bandwidth`` of it in bytes/s, ``peak`` FLOP/s by dtype
-    (dense, no sparsity)."""
+    (dense, no sparsity), at least one: the first is that in which ``kernels`` were measured."""
 
     name: str
     memory: int

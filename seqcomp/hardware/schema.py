@@ -62,7 +62,7 @@ class DeviceFile(_Model):
     name: str
     memory_gib: Rated
     memory_gb_s: Rated
-    peak_tflops: dict[str, Rated]
+    peak_tflops: Annotated[dict[str, Rated], Field(min_length=1)]
     kernels: KernelsFile
 
     def build(self) -> Device:

@@ -72,3 +72,28 @@ def test_known_shapes_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
+
+
+def test_packed_documents(run) -> None:
+    args = ("--seq-len", "131072", "--mode", "prefill", "--json", "--documents")
+    code, out, err = run("ring_8_contiguous", *H100, *args, "65536,4096x16")
+    data = json.loads(out)
+    assert (code, err, data["documents"]) == (0, "", "65536,4096x16")
+    assert data["busiest"]["attends"] == 3
+    (uneven,) = [item for item in data["findings"] if item["code"] == "SC418"]
+    assert "layout: striped" in uneven["help"]
+    code, _, err = run("ring_8", *H100, *args, "4096x31")
+    assert (code, "4096x31,4096" in err) == (1, True)
+    code, _, err = run("ring_8", *H100, *args, "many")
+    assert (code, "4096x32" in err) == (2, True)
+
+
+def test_the_dtype_of_a_profile(run) -> None:
+    """The kernels of CPUs are measured in fp32; what is asked for comes first."""
+    machine = ("ring_2", *H100[:3], "cpu-gloo", "--seq-len", "64", "--json")
+    for asked, dtype, said in (((), "fp32", True), (("--dtype", "bf16"), "bf16", False)):
+        data = json.loads(run(*machine, *asked)[1])
+        assert data["dtype"] == dtype
+        assert ("SC419" in [item["code"] for item in data["findings"]]) == said
+    data = json.loads(run("ring_2", *H100, "--seq-len", "64", "--json")[1])
+    assert (data["dtype"], "SC419" in str(data["findings"])) == ("bf16", False)
