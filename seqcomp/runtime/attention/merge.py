@@ -25,10 +25,9 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     side or on both.
     """
     # -inf minus -inf: neither side has seen anything, so nothing is added.
-    nothing = float("-inf")
-    gap = (part_lse - lse).masked_fill_((part_lse == nothing) & (lse == nothing), 0.0)
+    gap = (part_lse - lse).nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     out.lerp_(part.to(out.dtype), gap.sigmoid_().unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, part_lse))
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
 class SoftmaxAccumulator:

@@ -167,12 +167,20 @@ class Returned:
 
 def _packed(block: tuple[Tensor, Tensor], runs: Intervals) -> Tensor:
     """K, then V, of these keys in one row."""
-    pieces = [torch.cat([x[:, :, run.start : run.stop] for run in runs], 2) for x in block if runs]
-    return _flat(pieces) if pieces else block[0].new_empty(0)
+    row = _room(block, sum(map(len, runs)))
+    for x, packed in zip(block, _unpacked(row, block, sum(map(len, runs))), strict=True):
+        at = 0
+        for run in runs:
+            packed[:, :, at : at + len(run)] = x[:, :, run.start : run.stop]
+            at += len(run)
+    return row
 
 
-def _flat(pieces: list[Tensor] | tuple[Tensor, Tensor]) -> Tensor:
-    return torch.cat([x.reshape(-1) for x in pieces])
+def _flat(pieces: tuple[Tensor, Tensor]) -> Tensor:
+    row = pieces[0].new_empty(sum(x.numel() for x in pieces))
+    for x, flat in zip(pieces, row.split([x.numel() for x in pieces]), strict=True):
+        flat.view(x.shape).copy_(x)
+    return row
 
 
 def _unpacked(row: Tensor, like: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:

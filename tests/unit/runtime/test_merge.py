@@ -43,6 +43,18 @@ def test_nothing_and_extremes_merge_without_nan(ours, theirs):
     assert torch.equal(lse, scores.logsumexp(0, keepdim=True))
 
 
+@pytest.mark.parametrize("broken", ["ours", "theirs"])
+def test_nan_stays(broken):
+    nan = float("nan")
+    out, lse = torch.zeros(1, 2), torch.zeros(1)
+    part, part_lse = torch.zeros(1, 2), torch.zeros(1)
+    for x in (out, lse) if broken == "ours" else (part, part_lse):
+        x.fill_(nan)
+    merge_(out, lse, part, part_lse)
+    assert bool(out.isnan().all())
+    assert bool(lse.isnan().all())
+
+
 def test_rows_without_any_part_stay_zero():
     softmax = SoftmaxAccumulator(4)
     softmax.add(1, 3, torch.ones(1, 2, 5), torch.zeros(1, 2))
