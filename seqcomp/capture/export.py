@@ -61,6 +61,14 @@ class Capture:
             node.meta["sc_shape"] = cached
         return cached
 
+    def forget(self) -> None:
+        """Frees what torch remembers of each operation on its fake tensors.
+
+        The ShapeEnv of an export is never freed (torch 2.13), and that with it.
+        """
+        assert self.fake_mode.shape_env is not None
+        self.fake_mode.shape_env.fake_tensor_cache.clear()
+
     def is_specialised(self) -> bool:
         """Whether an assertion allows one value of a symbolic size only."""
         return any(isinstance(c, sympy.Eq) and c.free_symbols for c in self.checks)

@@ -182,6 +182,7 @@ def _lowered(
     )
     graph = run_passes(capture.graph, context, PASSES)
     capture.units.probes.clear()  # they hold the module; the program may outlive it
+    capture.forget()
     return graph, context, facts
 
 
