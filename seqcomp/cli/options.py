@@ -37,7 +37,8 @@ DtypeOption = Annotated[
 SpeedOption = Annotated[
     Speed | None,
     typer.Option(
-        help="Of weights and activations; otherwise the one in which the cluster was measured: bf16, fp32 on CPUs."
+        help="Of weights and activations; by default that in which the cluster was measured: "
+        "bf16, of CPUs fp32."
     ),
 ]
 JsonOption = Annotated[
