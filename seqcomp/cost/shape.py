@@ -119,13 +119,27 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """Parameters outside of the blocks that fsdp gathers by themselves, and again in backward.
+
+    ``words`` of them Megatron-SP cuts by vocabulary, ``other`` stay whole; ``first``: wanted before
+    the first block.
+    """
+
+    words: int
+    other: int = 0
+    first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Blocks between an embedding and a head; ``tied``: they are one parameter. Without a head (and
     a loss) ``vocab`` is 0.
 
     ``embedding`` and ``head`` (0 where tied) count parameters that Megatron-SP cuts by vocabulary,
     ``other`` those that stay whole (last norm, learned positions). ``ends``: what autograd keeps
-    per token outside of the blocks, of each logit ``logits_saved`` bytes apart from that.
+    per token outside of the blocks, of each logit ``logits_saved`` bytes apart from that. ``apart``
+    counts parameters of these again: large ones that only one module has.
     """
 
     name: str
@@ -138,6 +152,7 @@ class ModelShape:
     ends: Bytes
     logits_saved: float = 4.0
     tied: bool = False
+    apart: tuple[Apart, ...] = ()
 
     @property
     def layers(self) -> int:

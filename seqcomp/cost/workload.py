@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from seqcomp.cost.run import ELEMENT_BYTES, Run
-from seqcomp.cost.shape import Block, ModelShape
+from seqcomp.cost.shape import Apart, Block, ModelShape
 from seqcomp.layout.travel import travel_of
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.strategies.base import AttentionShape, CommStep, Kind, Phase, part
@@ -252,9 +252,30 @@ def _ends(plan: ResolvedPlan, model: ModelShape, run: Run) -> Iterator[tuple[str
                 yield "logits", step
     if run.trains and not model.vocab:
         yield from _gathered_states(plan, run.batch * run.seq_len * model.hidden * width.activation)
-    cut = -(-(model.embedding + model.head) // t)
-    for step in parameter_steps(plan, cut, model.other, width, run, root=True):
+    words, other = root_parameters(plan, model)
+    for step in parameter_steps(plan, words, other, width, run, root=True):
         yield "gradients", step
+    for one in apart_of(plan, model):
+        for step in parameter_steps(plan, -(-one.words // t), one.other, width, run, root=False):
+            again = step.kind == "all_gather" and step.phase == "backward"
+            yield "gradients" if one.first and not again else "behind", step
+
+
+def apart_of(plan: ResolvedPlan, model: ModelShape) -> tuple[Apart, ...]:
+    """What fsdp gathers by itself outside of the blocks: not a head that runs in loss chunks, of
+    which the root is called."""
+    if not sharding(plan)[0]:
+        return ()
+    chunks = plan.plan.memory.loss_chunks > 1
+    return tuple(one for one in model.apart if one.first or not (one.words and chunks))
+
+
+def root_parameters(plan: ResolvedPlan, model: ModelShape) -> tuple[int, int]:
+    """Outside of the blocks and not apart, what one tensor rank holds cut by vocabulary, and
+    whole."""
+    apart = apart_of(plan, model)
+    words = model.embedding + model.head - sum(one.words for one in apart)
+    return -(-words // plan.tensor_size), model.other - sum(one.other for one in apart)
 
 
 def _loss(plan: ResolvedPlan, tokens: int) -> Iterator[CommStep]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from seqcomp.cost.named import load_shape
-from seqcomp.cost.shape import Block, Bytes, MaskKind, ModelShape, Parameters, Saved
+from seqcomp.cost.shape import Apart, Block, Bytes, MaskKind, ModelShape, Parameters, Saved
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.layout.masks import Band
 from seqcomp.plan.facts import ModelFacts
@@ -89,6 +89,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         other=sizes.other,
         ends=_without_logits(ends, sizes.vocab) if _has_head(module) else ends,
         tied=sizes.head == 0 and _has_head(module),
+        apart=tuple(_apart(module, paths, sizes)),
     )
 
 
@@ -135,6 +136,22 @@ class _Sizes:
             head=vocab * hidden * max(words - 1, 0),
             other=sum(p.numel() for p in rest) - vocab * hidden * words,
         )
+
+
+def _apart(module: nn.Module, paths: Sequence[str], sizes: _Sizes) -> Iterator[Apart]:
+    """Large embeddings and linears outside of the blocks."""
+    from torch import nn
+
+    from seqcomp.lowering.fsdp_units import candidates
+
+    for path in candidates(module):
+        if path in paths:
+            continue
+        part = module.get_submodule(path)
+        shapes = [tuple(p.shape) for p in part.parameters()]
+        words = sizes.vocab * sizes.hidden * shapes.count((sizes.vocab, sizes.hidden))
+        other = sum(p.numel() for p in part.parameters()) - words
+        yield Apart(words, other, first=isinstance(part, nn.Embedding))
 
 
 def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Block:
