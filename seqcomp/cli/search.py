@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from seqcomp.cli.estimate import Dtype, Mode
-from seqcomp.cli.options import DebugOption, JsonOption, LengthOption
+from seqcomp.cli.options import DebugOption, JsonOption, LengthOption, whole
 from seqcomp.cli.reading import reading
-from seqcomp.cli.refusal import refusal
-from seqcomp.cost.run import MOST
+from seqcomp.cli.refusal import refusal, writable
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.plan.load import dump_plan
 
@@ -32,10 +31,14 @@ def search(
     cluster: Annotated[str, typer.Option(help="A known cluster such as h100, or a YAML file.")],
     seq_len: LengthOption,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="How many GPUs; all of the cluster otherwise.")
+        int | None,
+        typer.Option(
+            parser=whole, metavar="N", help="How many GPUs; all of the cluster otherwise."
+        ),
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, max=MOST, help="Sequences of one step, of all GPUs together.")
+        int,
+        typer.Option(parser=whole, metavar="N", help="Sequences of a step, of all GPUs together."),
     ] = 1,
     mode: Annotated[Mode, typer.Option(help="A training step, or a prefill.")] = Mode.train,
     dtype: Annotated[Dtype, typer.Option(help="Of weights and activations.")] = Dtype.bf16,
@@ -48,6 +51,7 @@ def search(
     Exit 0 found, 1 nothing fits or refused, 2 wrong usage. Needs no GPU, and for known models no
     torch. The plan is for exactly as many GPUs as asked for.
     """
+    writable(out)
     try:
         with reading(model):
             found = _found(model, cluster, gpus, seq_len, batch, dtype.value, mode.value)

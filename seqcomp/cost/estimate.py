@@ -17,7 +17,14 @@ from seqcomp.cost.memory import HeldRow, memory_rows, peak_bytes
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Event, Timeline
-from seqcomp.cost.workload import BlockSteps, Workload, dtype_of, padded, workload_of
+from seqcomp.cost.workload import (
+    BlockSteps,
+    Workload,
+    dtype_of,
+    padded,
+    wanted_outputs,
+    workload_of,
+)
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.resolve import ResolvedPlan
@@ -203,6 +210,10 @@ def _left_out(plan: ResolvedPlan) -> Iterator[Diagnostic]:
     for left, why in (
         (offloads, "the time of copies to host memory and back"),
         (plan.plan.overrides, "overrides of modules"),
+        (
+            plan.plan.memory.loss_chunks > 1 and wanted_outputs(plan) == "full",
+            "whole logits: beside them loss_chunks are refused (SC118), outputs: {logits: drop}",
+        ),
     ):
         if left:
             yield diagnostic("SC417", where=plan.plan.where(), message=f"not counted: {why}")

@@ -46,12 +46,15 @@ class Saved:
 @dataclass(frozen=True, slots=True)
 class Parameters:
     """Parameters of one block: ``matrices`` are cut by Megatron-SP, of them ``kv`` (the projections
-    to keys and values) no further than the KV heads; ``experts`` and ``norms`` stay whole."""
+    to keys and values) no further than the KV heads; ``experts`` and ``norms`` stay whole, and of
+    the matrices ``fused``, of which the work alone is divided (``fused_kv`` of them of ``kv``)."""
 
     matrices: int
     kv: int = 0
     experts: int = 0
     norms: int = 0
+    fused: int = 0
+    fused_kv: int = 0
 
     @property
     def total(self) -> int:
@@ -59,8 +62,9 @@ class Parameters:
 
     def on_tensor_rank(self, degree: int, kv_heads: int) -> int:
         """Of the matrices, how many one of ``degree`` ranks holds."""
-        kv = self.kv if degree > kv_heads else self.kv // degree
-        return (self.matrices - self.kv) // degree + kv
+        own = self.kv - self.fused_kv
+        kv = own if degree > kv_heads else own // degree
+        return (self.matrices - own - self.fused) // degree + kv + self.fused
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ def _of_parameters(
     plan: ResolvedPlan, block: Block, width: Widths, run: Run
 ) -> tuple[CommStep, ...]:
     p, t = block.parameters, plan.tensor_size
-    alone = p.norms + p.experts + (p.kv if t > block.kv_heads else 0)
+    alone = p.norms + p.experts + p.fused + (p.kv - p.fused_kv if t > block.kv_heads else 0)
     cut = p.on_tensor_rank(t, block.kv_heads) + p.experts + p.norms - alone
     return tuple(parameter_steps(plan, cut, alone, width, run, root=False))
 
@@ -321,8 +321,11 @@ def _gathered_states(plan: ResolvedPlan, size: int) -> Iterator[tuple[str, CommS
 
 
 def outputs_of(plan: ResolvedPlan) -> str:
-    """How logits are returned, by the names that models give them; loss chunks make none."""
+    """How logits are returned; loss chunks make none."""
+    return "drop" if plan.plan.memory.loss_chunks > 1 else wanted_outputs(plan)
+
+
+def wanted_outputs(plan: ResolvedPlan) -> str:
+    """How the plan says that logits are returned, by the names that models give them."""
     modes: Mapping[str, str] = plan.plan.outputs
-    if plan.plan.memory.loss_chunks > 1:
-        return "drop"
     return next((modes[name] for name in ("logits", "output") if name in modes), "full")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     """
     from seqcomp.capture.blocks import blocks_of
     from seqcomp.capture.facts import attentions_of, facts_of
+    from seqcomp.integrations.cut_weights import whole_parameters
     from seqcomp.integrations.models import build_model
 
     module = build_model(model) if isinstance(model, str) else model
@@ -55,6 +56,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     with _alone(module, paths[0]) if alike else nullcontext():
         capture, infos = attentions_of(module)
         facts = facts_of(capture, infos, module)
+        whole = whole_parameters(capture, infos)
     inside = {
         path: infos[:1] if alike else [i for i in infos if f"{i.where}.".startswith(f"{path}.")]
         for path in paths
@@ -73,7 +75,9 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     config = getattr(module, "config", None)
     sizes = _Sizes.of(module, paths, facts)
     for path in paths:
-        kind = _kind(module.get_submodule(path), inside[path][0], sizes.hidden, config)
+        at = f"{paths[0] if alike else path}."
+        own = {name.removeprefix(at) for name in whole if name.startswith(at)}
+        kind = _kind(module.get_submodule(path), inside[path][0], sizes.hidden, config, own)
         groups.setdefault(kind, []).append(path)
     blocks, ends = [], Bytes(0, 0)
     for kind, members in groups.items():
@@ -154,20 +158,27 @@ def _apart(module: nn.Module, paths: Sequence[str], sizes: _Sizes) -> Iterator[A
         yield Apart(words, other, first=isinstance(part, nn.Embedding))
 
 
-def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Block:
-    """A block without its number and what it saves: equal for blocks of one kind."""
+def _kind(
+    block: nn.Module, info: AttentionInfo, hidden: int, config: Any, whole: Collection[str]
+) -> Block:
+    """A block without its number and what it saves: equal for blocks of one kind.
+
+    whole: names of parameters that Megatron-SP does not cut, among them.
+    """
     named = dict(block.named_parameters())
     of_experts = {n: p for n, p in named.items() if "experts" in n.split(".") and p.dim() > 1}
-    matrices = sum(p.numel() for n, p in named.items() if p.dim() > 1 and n not in of_experts)
+    matrix = {n: p for n, p in named.items() if p.dim() > 1 and n not in of_experts}
     total = sum(p.numel() for p in named.values())
     routed = sum(p.numel() for p in of_experts.values())
-    kv = min(hidden * info.kv_heads * (info.head_dim + info.value_dim), matrices)
     experts = _setting(config, ("num_local_experts", "num_experts", "n_routed_experts"))
     experts = experts or max((p.shape[0] for p in of_experts.values()), default=0)
     if of_experts:  # the router is whole on every rank, too
-        matrices -= sum(p.numel() for p in named.values() if tuple(p.shape) == (experts, hidden))
+        matrix = {n: p for n, p in matrix.items() if tuple(p.shape) != (experts, hidden)}
+    biases = sum(p.numel() for n, p in named.items() if p.dim() == 1 and whole and n not in whole)
+    products = sum(p.numel() for p in matrix.values())
+    kv = min(hidden * info.kv_heads * (info.head_dim + info.value_dim), products)
     active = _setting(config, ("num_experts_per_tok", "top_k")) or 1
-    own = matrices - hidden * info.heads * (info.head_dim + info.value_dim) - kv
+    own = products - hidden * info.heads * (info.head_dim + info.value_dim) - kv
     shared = own
     if of_experts:
         width = _setting(config, ("moe_intermediate_size", "intermediate_size"))
@@ -176,6 +187,9 @@ def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Bl
         width = _setting(config, ("intermediate_size", "n_inner", "ffn_dim"))
         width = width or max((max(p.shape) for p in named.values() if p.dim() == 2), default=0)
     mask, window = _mask(info)
+    fused = sum(p.numel() for n, p in matrix.items() if n in whole)
+    rows = {info.kv_heads * info.head_dim, info.kv_heads * info.value_dim}
+    alone = [n for n, p in matrix.items() if n not in whole and rows & set(p.shape)]
     return Block(
         count=0,
         saved=_NOTHING,
@@ -191,7 +205,14 @@ def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Bl
         active=active if of_experts else 0,
         token_local=bool(of_experts) and shared <= 0,
         scores=_scores(info),
-        parameters=Parameters(matrices, kv, routed, total - matrices - routed),
+        parameters=Parameters(
+            products + biases,
+            kv,
+            routed,
+            total - products - biases - routed,
+            fused=fused,
+            fused_kv=0 if len(alone) > 1 else min(kv, fused),
+        ),
     )
 
 

@@ -111,6 +111,28 @@ def test_a_model_without_a_head_has_no_logits_and_no_loss() -> None:
         assert not any("logits" in row.what for row in memory_rows(plan, shape, Run(64)))
 
 
+FUSED = (
+    "hf:Phi3ForCausalLM?hidden_size=32&num_hidden_layers=1&num_attention_heads=4&vocab_size=64&"
+    "num_key_value_heads=2&intermediate_size=48&pad_token_id=0"
+)
+BIASED = "hf:GPT2LMHeadModel?n_embd=32&n_layer=1&n_head=4&vocab_size=64&n_positions=64"
+
+
+@pytest.mark.parametrize("spec", [FUSED, BIASED], ids=["phi3", "gpt2"])
+def test_weights_that_stay_whole_are_held_whole(spec: str) -> None:
+    """Of fused weights the work alone is divided: they are held, and their gradients summed, by
+    every tensor rank; biases of columns are cut."""
+    shape = model_shape(spec)
+    (block,) = shape.blocks
+    assert block.parameters.fused > block.parameters.fused_kv > 0
+    report = explain(spec, "megatron_sp_4", seq_len=64, dtype="bf16")
+    held = {row.what: row.bytes for row in report.footprint}
+    plan = resolve(load_plan("megatron_sp_4"), shape.facts, seq_len=64)
+    rows = {row.what: row.bytes for row in memory_rows(plan, shape, Run(64))}
+    assert rows["parameters"] == held["parameters"]
+    assert workload_of(plan, shape, Run(64)).bytes_sent(shape) == report.bytes_sent()
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
