@@ -136,7 +136,7 @@ def estimate(
     flops = flops_of(plan, model, run)
     most = peak_of(cluster.device, dtype_of(plan, run)[0]) * plan.world_size
     hours = step * plan.world_size / 3600
-    findings = [*plan.findings, *_left_out(plan)]
+    findings = [*plan.findings, *_left_out(plan, model)]
     if peak > cluster.device.memory and advise:
         findings.append(does_not_fit(plan, model, cluster, run, peak))
     return Estimate(
@@ -203,7 +203,7 @@ def _one_layer(parts: tuple[tuple[int, Timeline], ...], *, trains: bool) -> tupl
     return tuple(found)
 
 
-def _left_out(plan: ResolvedPlan) -> Iterator[Diagnostic]:
+def _left_out(plan: ResolvedPlan, model: ModelShape) -> Iterator[Diagnostic]:
     """SC417: what the plan says and the estimate takes no account of."""
     fsdp = plan.plan.strategies.fsdp
     offloads = plan.plan.memory.offload != "none" or (fsdp and fsdp.offload != "none")
@@ -213,6 +213,10 @@ def _left_out(plan: ResolvedPlan) -> Iterator[Diagnostic]:
         (
             plan.plan.memory.loss_chunks > 1 and wanted_outputs(plan) == "full",
             "whole logits: beside them loss_chunks are refused (SC118), outputs: {logits: drop}",
+        ),
+        (
+            model.by_tokens and plan.tensor_size > 1,
+            f"how megatron_sp leaves whole, by tokens: {', '.join(model.by_tokens)}",
         ),
     ):
         if left:

@@ -75,7 +75,8 @@ class Block:
     MLP, of which each token visits ``active``. ``token_local``: all of the MLP is
     experts, which tensor ranks run whole on tokens of their own. ``scores``: numbers that autograd
     keeps of each head and pair of positions, where no fused kernel has such attention (softcaps,
-    sinks) and neither a ring nor ulysses, which attend in tiles, takes its place.
+    sinks) and neither a ring nor ulysses, which attend in tiles, takes its place. ``ends_in_norm``:
+    its backward needs what its last sum over tensor ranks gave.
     """
 
     count: int
@@ -93,6 +94,7 @@ class Block:
     active: int = 0
     token_local: bool = False
     scores: int = 0
+    ends_in_norm: bool = False
 
     @property
     def rule(self) -> Mask:
@@ -143,7 +145,8 @@ class ModelShape:
     ``embedding`` and ``head`` (0 where tied) count parameters that Megatron-SP cuts by vocabulary,
     ``other`` those that stay whole (last norm, learned positions). ``ends``: what autograd keeps
     per token outside of the blocks, of each logit ``logits_saved`` bytes apart from that. ``apart``
-    counts parameters of these again: large ones that only one module has.
+    counts parameters of these again: large ones that only one module has. ``by_tokens``: linears
+    of blocks that Megatron-SP does not cut, which is not counted.
     """
 
     name: str
@@ -157,6 +160,7 @@ class ModelShape:
     logits_saved: float = 4.0
     tied: bool = False
     apart: tuple[Apart, ...] = ()
+    by_tokens: tuple[str, ...] = ()
 
     @property
     def layers(self) -> int:

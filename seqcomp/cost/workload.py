@@ -124,7 +124,8 @@ def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> Blo
     checkpoint = plan.plan.memory.checkpoint
     again: tuple[CommStep, ...] = ()
     if run.trains and checkpoint != "none":
-        tensor, again = _again(tensor, attention, keeps=checkpoint == "selective")
+        keeps = checkpoint == "selective"
+        tensor, again = _again(tensor, attention, keeps=keeps, whole=block.ends_in_norm)
     return BlockSteps(tensor, attention, again, _of_parameters(plan, block, width, run))
 
 
@@ -135,12 +136,13 @@ def _tensor(plan: ResolvedPlan, shape: AttentionShape) -> tuple[CommStep, ...]:
 
 
 def _again(
-    tensor: tuple[CommStep, ...], attention: tuple[CommStep, ...], *, keeps: bool
+    tensor: tuple[CommStep, ...], attention: tuple[CommStep, ...], *, keeps: bool, whole: bool
 ) -> tuple[tuple[CommStep, ...], tuple[CommStep, ...]]:
     """What Megatron-SP sends beside a second run, and what that run sends.
 
     It gathers once, for itself and for the gradients of weights, and ends before the last
-    reduce-scatter. With ``keeps`` results of attention and of reduce-scatters are there.
+    reduce-scatter, unless the `whole` block needs what that gives. With ``keeps`` results of
+    attention and of reduce-scatters are there.
     """
     beside, again = [], []
     for step in tensor:
@@ -148,7 +150,7 @@ def _again(
         backward = step.phase == "backward"
         beside.append(_half(step) if gathers and backward else step)
         if not backward and (gathers or not keeps):
-            last = not gathers and step.count > 1
+            last = not gathers and step.count > 1 and not whole
             again.append(replace(_half(step) if last else step, phase="backward"))
     if not keeps:
         again += [replace(s, phase="backward") for s in attention if s.phase == "forward"]

@@ -45,7 +45,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     """
     from seqcomp.capture.blocks import blocks_of
     from seqcomp.capture.facts import attentions_of, facts_of
-    from seqcomp.integrations.cut_weights import whole_parameters
+    from seqcomp.integrations.cut_weights import cut_weights
     from seqcomp.integrations.models import build_model
 
     module = build_model(model) if isinstance(model, str) else model
@@ -56,7 +56,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     with _alone(module, paths[0]) if alike else nullcontext():
         capture, infos = attentions_of(module)
         facts = facts_of(capture, infos, module)
-        whole = whole_parameters(capture, infos)
+        cut = cut_weights(capture, infos, paths)
     inside = {
         path: infos[:1] if alike else [i for i in infos if f"{i.where}.".startswith(f"{path}.")]
         for path in paths
@@ -76,8 +76,9 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     sizes = _Sizes.of(module, paths, facts)
     for path in paths:
         at = f"{paths[0] if alike else path}."
-        own = {name.removeprefix(at) for name in whole if name.startswith(at)}
+        own = {name.removeprefix(at) for name in cut.whole if name.startswith(at)}
         kind = _kind(module.get_submodule(path), inside[path][0], sizes.hidden, config, own)
+        kind = replace(kind, ends_in_norm=cut.ends_in_norm(at[:-1]))
         groups.setdefault(kind, []).append(path)
     blocks, ends = [], Bytes(0, 0)
     for kind, members in groups.items():
@@ -94,6 +95,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         ends=_without_logits(ends, sizes.vocab) if _has_head(module) else ends,
         tied=sizes.head == 0 and _has_head(module),
         apart=tuple(_apart(module, paths, sizes)),
+        by_tokens=cut.by_tokens,
     )
 
 

@@ -209,6 +209,9 @@ def test_what_is_not_counted_is_said() -> None:
     found = [item for item in priced(plan).findings if item.code == "SC417"]
     assert [item.severity for item in found] == ["note", "note"]
     assert not priced("ring_4").findings
+    odd = replace(SMALL, by_tokens=("layers.0.k",))
+    notes = [len(priced(plan, odd).findings) for plan in ("megatron_sp_4", "ring_4")]
+    assert notes == [1, 0]
     chunks = {"memory": {"loss_chunks": 2}}
     assert "SC118" in str(priced(changed("ring_4", **chunks)).findings[0])
     assert not priced(changed("ring_4", **chunks, **NO_OUTPUT)).findings
