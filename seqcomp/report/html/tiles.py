@@ -139,9 +139,10 @@ def _runs(
 def _cell(kind: str, x: float, y: float, wide: float, high: float, label: str) -> Markup:
     name = {FULL: "full", EMPTY: "empty", UNKNOWN: "unknown"}.get(kind, "partial")
     parts = [el("rect", x=x, y=y, width=wide, height=high, class_=f"cell {name}")]
+    side = min(wide, high)
     ends = {
         LOWER: ((0, 0), (0, 1), (1, 1)),
-        UPPER: ((0, 0), (1, 0), (1, 1)),
+        UPPER: ((1 - side / wide, 0), (1, 0), (1, side / high)),
         PARTIAL: ((0, 0), (0.3, 0), (1, 0.7), (1, 1), (0.7, 1), (0, 0.3)),
     }.get(kind)
     if ends:
