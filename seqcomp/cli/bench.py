@@ -15,7 +15,7 @@ import typer
 
 from seqcomp.cli.dtypes import Speed
 from seqcomp.cli.options import DebugOption, JsonOption
-from seqcomp.cli.refusal import WRONG_USAGE
+from seqcomp.cli.refusal import writable
 
 FAILED = 1
 
@@ -49,9 +49,7 @@ def bench(
     Takes one or two minutes on an idle machine. Exit 0 measured, 1 failed, 2 wrong
     usage.
     """
-    if save is not None and (save.is_dir() or not os.access(save.parent, os.W_OK)):
-        typer.echo(f"{save}: is a folder, or its folder cannot be written to", err=True)
-        raise typer.Exit(WRONG_USAGE)
+    writable(save)
     import torch
 
     from seqcomp.profiling import run

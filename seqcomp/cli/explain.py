@@ -17,7 +17,7 @@ from seqcomp.cli.options import (
     PlanArgument,
 )
 from seqcomp.cli.reading import reading
-from seqcomp.cli.refusal import refusal, write
+from seqcomp.cli.refusal import refusal, writable, write
 from seqcomp.diagnostics import PlanError
 
 EXPLAINED = 0
@@ -46,6 +46,7 @@ def explain(
     Exit 0 explained, 1 refused, 2 wrong usage. Needs no processes, no GPU and no weights, and
     takes any number of ranks.
     """
+    writable(html)
     try:
         with reading(model):
             from seqcomp.integrations.explain import explain as run

@@ -18,7 +18,7 @@ from seqcomp.cli.options import (
     PlanArgument,
 )
 from seqcomp.cli.reading import reading
-from seqcomp.cli.refusal import refusal, write
+from seqcomp.cli.refusal import refusal, writable, write
 from seqcomp.diagnostics import PlanError
 
 DRAWN = 0
@@ -45,6 +45,7 @@ def graph(
     Of equal blocks one is drawn. Exit 0 drawn, 1 refused, 2 wrong usage. Needs no processes, no
     GPU and no weights.
     """
+    writable(out)
     try:
         with reading(model):
             from seqcomp.integrations.explain import graph as run

@@ -21,7 +21,20 @@ ModelOption = Annotated[
         "python:<module>:<factory>. No weights are made."
     ),
 ]
-LengthOption = Annotated[int, typer.Option(min=1, max=MOST, help="Full sequence length in tokens.")]
+
+
+def whole(given: str | int) -> int:
+    """A whole number of 1 or more, as commands take it; defaults come as numbers."""
+    plain = str(given).replace("_", "").strip()
+    if plain.isdecimal() and 1 <= int(plain) <= MOST:
+        return int(plain)
+    legal = f"allowed: whole numbers from 1 to {MOST}, such as 131072"
+    raise typer.BadParameter(f"found: {str(given)[:100]!r}; {legal}")
+
+
+LengthOption = Annotated[
+    int, typer.Option(parser=whole, metavar="TOKENS", help="Full sequence length in tokens.")
+]
 DocumentsOption = Annotated[
     str | None,
     typer.Option(
@@ -30,7 +43,9 @@ DocumentsOption = Annotated[
         "the length.",
     ),
 ]
-BatchOption = Annotated[int, typer.Option(min=1, max=MOST, help="Sequences on each data rank.")]
+BatchOption = Annotated[
+    int, typer.Option(parser=whole, metavar="N", help="Sequences on each data rank.")
+]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Of weights and buffers; the model's own otherwise.")
 ]

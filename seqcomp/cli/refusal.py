@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import traceback
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
-from seqcomp.diagnostics import PlanError
+from seqcomp.diagnostics import PlanError, diagnostic
 
 REFUSED, WRONG_USAGE = 1, 2
 
@@ -40,10 +41,28 @@ def refusal(
     return typer.Exit(WRONG_USAGE if wrong else REFUSED)
 
 
+def writable(path: Path | str | None) -> None:
+    """Ends the command, before its work, where the file that it is to write cannot be."""
+    if path is None:
+        return
+    folder = Path(path).parent
+    found = "a folder" if Path(path).is_dir() else "" if folder.is_dir() else f"no folder {folder}"
+    if found or not os.access(folder, os.W_OK):
+        _unwritable(path, found or f"{folder} is not yours to write to")
+
+
 def write(path: str, text: str) -> None:
-    """Writes a file that the user named; ends the command where that is not possible."""
+    """Writes a file that the user named and says so; ends the command where it cannot."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        typer.echo(f"{path} cannot be written: {error.strerror or error}", err=True)
-        raise typer.Exit(WRONG_USAGE) from None
+        _unwritable(path, error.strerror or str(error))
+    typer.echo(f"written to {path}", err=True)
+
+
+def _unwritable(path: Path | str, found: str) -> NoReturn:
+    legal, fix = "a file in a folder that is there", f"for example {Path(path).name or 'out'}"
+    item = diagnostic("SC031", where=str(path), found=found, legal=legal, help=fix,
+                      message="the file cannot be written")  # fmt: skip
+    typer.echo(str(item), err=True)
+    raise typer.Exit(WRONG_USAGE) from None

@@ -18,10 +18,11 @@ from seqcomp.cli.options import (
     LengthOption,
     SpeedOption,
     documents_in,
+    whole,
 )
 from seqcomp.cli.reading import reading
-from seqcomp.cli.refusal import refusal
-from seqcomp.cost.run import MOST, Run
+from seqcomp.cli.refusal import refusal, writable
+from seqcomp.cost.run import Run
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.plan.load import dump_plan
 
@@ -42,10 +43,14 @@ def search(
     cluster: Annotated[str, typer.Option(help="A known cluster such as h100, or a YAML file.")],
     seq_len: LengthOption,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="How many GPUs; all of the cluster otherwise.")
+        int | None,
+        typer.Option(
+            parser=whole, metavar="N", help="How many GPUs; all of the cluster otherwise."
+        ),
     ] = None,
     batch: Annotated[
-        int, typer.Option(min=1, max=MOST, help="Sequences of one step, of all GPUs together.")
+        int,
+        typer.Option(parser=whole, metavar="N", help="Sequences of a step, of all GPUs together."),
     ] = 1,
     mode: Annotated[Mode, typer.Option(help="A training step, or a prefill.")] = Mode.train,
     documents: DocumentsOption = None,
@@ -61,6 +66,7 @@ def search(
     """
     from seqcomp.hardware.load import load_cluster
 
+    writable(out)
     packed = documents_in(documents)
     try:
         machine = load_cluster(cluster)

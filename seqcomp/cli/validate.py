@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from seqcomp.cli.options import whole
 from seqcomp.cli.reading import reading
 from seqcomp.diagnostics import Diagnostic
 from seqcomp.integrations.validate import Validation, run_validation
@@ -28,15 +29,22 @@ def validate(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Also check heads, widths and masks of this model: hf:<Architecture>[?key=value&"
-            "...], hf:path/config.json, titan:<model>/<flavor> or python:<module>:<factory>."
+            help="Also check heads, widths and masks of this model: a known one such as "
+            "llama3-8b, hf:<Architecture>[?key=value&...], hf:path/config.json, "
+            "titan:<model>/<flavor> or python:<module>:<factory>."
         ),
     ] = None,
     world: Annotated[
-        int | None, typer.Option(min=1, help="Also check against this number of processes.")
+        int | None,
+        typer.Option(
+            parser=whole, metavar="N", help="Also check against this number of processes."
+        ),
     ] = None,
     seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Also check this full sequence length in tokens.")
+        int | None,
+        typer.Option(
+            parser=whole, metavar="TOKENS", help="Also check this full length of sequences."
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object to standard output.")

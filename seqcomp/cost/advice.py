@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+from seqcomp.cost.changes import Setting, as_yaml
 from seqcomp.cost.memory import memory_rows, peak_bytes
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
@@ -15,7 +16,7 @@ from seqcomp.plan.frozenmap import FrozenMap
 from seqcomp.plan.resolve import ResolvedPlan, resolve
 from seqcomp.plan.schema import FsdpStrategy, OutputMode, Plan
 
-Change = tuple[str, Plan]
+Change = tuple[Setting, Plan]
 _DROPPED: FrozenMap[OutputMode] = FrozenMap([("logits", "drop")])
 
 
@@ -46,7 +47,7 @@ def _help(plan: ResolvedPlan, model: ModelShape, cluster: Cluster, run: Run) -> 
         rows = memory_rows(resolved, model, run.with_length(length))
         return peak_bytes(rows) <= capacity
 
-    texts, most = list[str](), plan.plan
+    texts, most = list[Setting](), plan.plan
     for count in range(1, len(_CHANGES) + 1):
         for finds in itertools.combinations(_CHANGES, count):
             made = _made(finds, plan, run)
@@ -54,27 +55,23 @@ def _help(plan: ResolvedPlan, model: ModelShape, cluster: Cluster, run: Run) -> 
                 continue
             texts, most = made
             if fits(most):
-                return _and(texts)
+                return as_yaml(texts)
     wider = _wider(most, plan, cluster, fits)
     if wider:
-        return _and([*texts, wider])
+        return " and ".join(filter(None, (as_yaml(texts), wider)))
     shorter = _shorter(most, plan, run, fits)
     if shorter:
-        return _and([*texts, f"a length of {shorter}"])
+        return " and ".join(filter(None, (as_yaml(texts), f"a length of {shorter}")))
     return "no length fits: more GPUs that share the parameters (fsdp, megatron_sp), or larger ones"
-
-
-def _and(texts: list[str]) -> str:
-    return " and ".join(texts)
 
 
 def _made(
     finds: Sequence[Callable[[Plan, ResolvedPlan, Run], Change | None]],
     plan: ResolvedPlan,
     run: Run,
-) -> tuple[list[str], Plan] | None:
+) -> tuple[list[Setting], Plan] | None:
     """Several changes in turn; None where one changes nothing."""
-    texts, changed = [], plan.plan
+    texts, changed = list[Setting](), plan.plan
     for find in finds:
         change = find(changed, plan, run)
         if change is None:
@@ -97,14 +94,14 @@ def _resolved(plan: Plan, model: ModelShape, length: int) -> ResolvedPlan | None
 def _outputs(changed: Plan, plan: ResolvedPlan, run: Run) -> Change | None:
     if not run.trains or outputs_of(plan) != "full":
         return None
-    return "outputs: {logits: drop}", changed.model_copy(update={"outputs": _DROPPED})
+    return ("outputs", "logits: drop"), changed.model_copy(update={"outputs": _DROPPED})
 
 
 def _selective(changed: Plan, plan: ResolvedPlan, run: Run) -> Change | None:
     del plan
     if not run.trains or changed.memory.checkpoint != "none":
         return None
-    return "memory: {checkpoint: selective}", _with_memory(changed, checkpoint="selective")
+    return ("memory", "checkpoint: selective"), _with_memory(changed, checkpoint="selective")
 
 
 def _block(changed: Plan, plan: ResolvedPlan, run: Run) -> Change | None:
@@ -112,14 +109,14 @@ def _block(changed: Plan, plan: ResolvedPlan, run: Run) -> Change | None:
         return None
     if changed.memory.checkpoint == "block":
         return None
-    return "memory: {checkpoint: block}", _with_memory(changed, checkpoint="block")
+    return ("memory", "checkpoint: block"), _with_memory(changed, checkpoint="block")
 
 
 def _chunks(changed: Plan, plan: ResolvedPlan, run: Run) -> Change | None:
     dropped = outputs_of(plan) == "drop" or changed.outputs == _DROPPED
     if not run.trains or not dropped or changed.memory.loss_chunks > 1:
         return None
-    return "memory: {loss_chunks: 8}", _with_memory(changed, loss_chunks=8)
+    return ("memory", "loss_chunks: 8"), _with_memory(changed, loss_chunks=8)
 
 
 def _fsdp(changed: Plan, plan: ResolvedPlan, run: Run) -> Change | None:
@@ -128,7 +125,7 @@ def _fsdp(changed: Plan, plan: ResolvedPlan, run: Run) -> Change | None:
     if plan.fsdp_axes or not others:
         return None
     strategies = changed.strategies.model_copy(update={"fsdp": FsdpStrategy()})
-    return "strategies: {fsdp: {}}", changed.model_copy(update={"strategies": strategies})
+    return ("strategies", "fsdp: {}"), changed.model_copy(update={"strategies": strategies})
 
 
 def _with_memory(plan: Plan, **update: object) -> Plan:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from seqcomp.cost.shape import Block, Bytes, MaskKind, ModelShape, Parameters, Saved
+from seqcomp.cost.shape import Apart, Block, Bytes, MaskKind, ModelShape, Parameters, Saved
+
+LARGE = 2**20  # elements of an embedding or a head (lowering/fsdp_units.py)
 
 
 def decoder_shape(
@@ -61,6 +63,7 @@ def decoder_shape(
         # The last norm, tables of positions, tokens.
         ends=Bytes(4 * hidden + 20, 2 * hidden + 2 * head_dim),
         tied=tied,
+        apart=() if tied or embedding < LARGE else (Apart(embedding, first=True), Apart(embedding)),
     )
 
 

@@ -27,9 +27,9 @@ class End:
     def into(self, timeline: Timeline) -> None:
         """Forward and, where the run trains, backward and optimizer.
 
-        Parameters of the root are gathered before anything runs, its gradients summed when nothing
-        runs any more; the first block has no one to hide its gather, nor the last to be
-        differentiated its sums.
+        Parameters of the root and the embedding are gathered before anything runs, their gradients
+        summed when nothing runs any more; the first block has no one to hide its gather, nor the
+        last to be differentiated its sums. Other parameters that are apart travel behind.
         """
         send = self.group.send
         send(
@@ -41,7 +41,9 @@ class End:
         send(timeline, "the loss", self._steps("loss", "forward"))
         send(timeline, "logits", self._steps("logits", "forward"))
         send(timeline, "hidden states", self._steps("states", "forward"))
+        behind = self._steps("behind", "forward")
         if not self.run.trains:
+            self.group.behind(timeline, "parameters", behind)
             return
         send(timeline, "the loss", self._steps("loss", "backward"))
         send(timeline, "gradients", self._steps("head", "backward"))
@@ -50,6 +52,7 @@ class End:
         rest = [*self._steps("gradients", "backward"), *self._first("backward")]
         send(timeline, "gradients of parameters", rest)
         timeline.compute("AdamW", self._optimizer())
+        self.group.behind(timeline, "parameters", [*behind, *self._steps("behind", "backward")])
 
     def _steps(self, where: str, phase: Phase) -> list[CommStep]:
         return [s for place, s in self.work.ends if place == where and s.phase == phase]

@@ -19,7 +19,15 @@ from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Event, Timeline
 from seqcomp.cost.unfused import dense_masks
-from seqcomp.cost.workload import BlockSteps, Workload, dtype_of, layout_of, padded, workload_of
+from seqcomp.cost.workload import (
+    BlockSteps,
+    Workload,
+    dtype_of,
+    layout_of,
+    padded,
+    wanted_outputs,
+    workload_of,
+)
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.resolve import ResolvedPlan
@@ -135,7 +143,7 @@ def estimate(
     flops = flops_of(plan, model, run)
     most = peak_of(cluster.device, dtype_of(plan, run)[0]) * plan.world_size
     hours = step * plan.world_size / 3600
-    findings = [*_of_plan(plan, run), *_left_out(plan)]
+    findings = [*_of_plan(plan, run), *_left_out(plan, model)]
     if advise:
         findings += [*uneven(plan, model, run), *dense_masks(plan, model, run)]
     if peak > cluster.device.memory and advise:
@@ -209,13 +217,21 @@ def _of_plan(plan: ResolvedPlan, run: Run) -> Iterator[Diagnostic]:
     yield from (f for f in plan.findings if run.packed is None or f.code not in BY_CAUSAL_MASKS)
 
 
-def _left_out(plan: ResolvedPlan) -> Iterator[Diagnostic]:
+def _left_out(plan: ResolvedPlan, model: ModelShape) -> Iterator[Diagnostic]:
     """SC417: what the plan says and the estimate takes no account of."""
     fsdp = plan.plan.strategies.fsdp
     offloads = plan.plan.memory.offload != "none" or (fsdp and fsdp.offload != "none")
     for left, why in (
         (offloads, "the time of copies to host memory and back"),
         (plan.plan.overrides, "overrides of modules"),
+        (
+            plan.plan.memory.loss_chunks > 1 and wanted_outputs(plan) == "full",
+            "whole logits: beside them loss_chunks are refused (SC118), outputs: {logits: drop}",
+        ),
+        (
+            model.by_tokens and plan.tensor_size > 1,
+            f"how megatron_sp leaves whole, by tokens: {', '.join(model.by_tokens)}",
+        ),
     ):
         if left:
             yield diagnostic("SC417", where=plan.plan.where(), message=f"not counted: {why}")

@@ -10,7 +10,15 @@ from typing import Any
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block, ModelShape
 from seqcomp.cost.unfused import is_tiled, mask_bytes, takes_dense_mask
-from seqcomp.cost.workload import Widths, outputs_of, padded, sharding, widths_of
+from seqcomp.cost.workload import (
+    Widths,
+    apart_of,
+    outputs_of,
+    padded,
+    root_parameters,
+    sharding,
+    widths_of,
+)
 from seqcomp.plan.resolve import ResolvedPlan
 
 _FEWEST = 1024  # tokens of a chunk of an MLP (runtime/chunked_mlp.py)
@@ -80,8 +88,13 @@ def _state(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> It
     t = plan.tensor_size
     ways = math.prod(plan.axes[a] for a in sharding(plan)[0])
     blocks = [block_parameters(block, t) for block in model.blocks]
-    root = -(-(model.embedding + model.head) // t) + model.other
-    whole = root + sum(block.count * own for block, own in zip(model.blocks, blocks, strict=True))
+    root = sum(root_parameters(plan, model))
+    apart = [-(-one.words // t) + one.other for one in apart_of(plan, model)]
+    units = [
+        n for block, own in zip(model.blocks, blocks, strict=True) for n in block.count * [own]
+    ]
+    units += apart
+    whole = root + sum(units)
     held = -(-whole // ways) * width.kept
     fsdp = plan.plan.strategies.fsdp
     host = fsdp is not None and fsdp.offload == "cpu"
@@ -93,9 +106,9 @@ def _state(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> It
         yield HeldRow("optimizer state", 2 * held, note, host)
     if fsdp is not None and ways > 1:
         reshard = fsdp.reshard or not run.trains
-        two = 2 * max(blocks, default=0) if reshard and model.layers > 1 else whole - root
-        note = "the root and two blocks" if reshard else "the root and all blocks"
-        yield HeldRow("gathered parameters", (root + two) * width.gathered, note)
+        wanted = sorted(units)[-2:] if reshard else units
+        note = f"the root and {'the two largest' if reshard else 'all'} blocks"
+        yield HeldRow("gathered parameters", (root + sum(wanted)) * width.gathered, note)
 
 
 def block_parameters(block: Block, tensor: int) -> int:

@@ -47,13 +47,17 @@ class Saved:
 class Parameters:
     """Parameters of one block: ``matrices`` are cut by Megatron-SP, of them ``kv`` (the projections
     to keys and values) no further than the KV heads; ``experts``, ``norms`` and ``whole``
-    (projections into a latent space, which tensor ranks run on tokens of their own) stay whole."""
+    (projections into a latent space, which tensor ranks run on tokens of their own) stay whole, and
+    of the matrices ``fused``, of which the work alone is divided (``fused_kv`` of them of ``kv``).
+    """
 
     matrices: int
     kv: int = 0
     experts: int = 0
     norms: int = 0
     whole: int = 0
+    fused: int = 0
+    fused_kv: int = 0
 
     @property
     def total(self) -> int:
@@ -61,8 +65,9 @@ class Parameters:
 
     def on_tensor_rank(self, degree: int, kv_heads: int) -> int:
         """Of the matrices, how many one of ``degree`` ranks holds."""
-        kv = self.kv if degree > kv_heads else self.kv // degree
-        return (self.matrices - self.kv) // degree + kv
+        own = self.kv - self.fused_kv
+        kv = own if degree > kv_heads else own // degree
+        return (self.matrices - own - self.fused) // degree + kv + self.fused
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,8 @@ class Block:
     MLP, of which each token visits ``active``. ``token_local``: all of the MLP is
     experts, which tensor ranks run whole on tokens of their own. ``scores``: numbers that autograd
     keeps of each head and pair of positions, where no fused kernel has such attention (softcaps,
-    sinks) and neither a ring nor ulysses, which attend in tiles, takes its place.
+    sinks) and neither a ring nor ulysses, which attend in tiles, takes its place. ``ends_in_norm``:
+    its backward needs what its last sum over tensor ranks gave.
     """
 
     count: int
@@ -103,6 +109,7 @@ class Block:
     token_local: bool = False
     scores: int = 0
     latent: Latent | None = None
+    ends_in_norm: bool = False
 
     def attention_matrices(self, hidden: int) -> int:
         """Parameters of the projections to queries and of the output."""
@@ -141,13 +148,28 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """Parameters outside of the blocks that fsdp gathers by themselves, and again in backward.
+
+    ``words`` of them Megatron-SP cuts by vocabulary, ``other`` stay whole; ``first``: wanted before
+    the first block.
+    """
+
+    words: int
+    other: int = 0
+    first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Blocks between an embedding and a head; ``tied``: they are one parameter. Without a head (and
     a loss) ``vocab`` is 0.
 
     ``embedding`` and ``head`` (0 where tied) count parameters that Megatron-SP cuts by vocabulary,
     ``other`` those that stay whole (last norm, learned positions). ``ends``: what autograd keeps
-    per token outside of the blocks, of each logit ``logits_saved`` bytes apart from that.
+    per token outside of the blocks, of each logit ``logits_saved`` bytes apart from that. ``apart``
+    counts parameters of these again: large ones that only one module has. ``by_tokens``: linears
+    of blocks that Megatron-SP does not cut, which is not counted.
     """
 
     name: str
@@ -160,6 +182,8 @@ class ModelShape:
     ends: Bytes
     logits_saved: float = 4.0
     tied: bool = False
+    apart: tuple[Apart, ...] = ()
+    by_tokens: tuple[str, ...] = ()
 
     @property
     def layers(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from seqcomp.cost.run import ELEMENT_BYTES, Run
-from seqcomp.cost.shape import Block, ModelShape
+from seqcomp.cost.shape import Apart, Block, ModelShape
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.layout.travel import travel_of
 from seqcomp.plan.resolve import ResolvedPlan
@@ -124,7 +124,8 @@ def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> Blo
     checkpoint = plan.plan.memory.checkpoint
     again: tuple[CommStep, ...] = ()
     if run.trains and checkpoint != "none":
-        tensor, again = _again(tensor, attention, keeps=checkpoint == "selective")
+        keeps = checkpoint == "selective"
+        tensor, again = _again(tensor, attention, keeps=keeps, whole=block.ends_in_norm)
     return BlockSteps(tensor, attention, again, _of_parameters(plan, block, width, run))
 
 
@@ -170,12 +171,13 @@ def _in_widths(step: CommStep, widths: Sequence[int], hidden: int) -> CommStep:
 
 
 def _again(
-    tensor: tuple[CommStep, ...], attention: tuple[CommStep, ...], *, keeps: bool
+    tensor: tuple[CommStep, ...], attention: tuple[CommStep, ...], *, keeps: bool, whole: bool
 ) -> tuple[tuple[CommStep, ...], tuple[CommStep, ...]]:
     """What Megatron-SP sends beside a second run, and what that run sends.
 
     It gathers once, for itself and for the gradients of weights, and ends before the last
-    reduce-scatter. With ``keeps`` results of attention and of reduce-scatters are there.
+    reduce-scatter, unless the `whole` block needs what that gives. With ``keeps`` results of
+    attention and of reduce-scatters are there.
     """
 
     def of(kind: Kind, phase: Phase) -> list[CommStep]:
@@ -186,7 +188,7 @@ def _again(
     beside = (*gathers, *scatters, *gradients, *of("reduce_scatter", "backward"))
     again = list(gathers)
     if not keeps:
-        again += scatters[:1]
+        again += scatters if whole else scatters[:1]
         again += [step for step in attention if step.phase == "forward"]
     return beside, tuple(replace(step, phase="backward") for step in again)
 
@@ -198,7 +200,8 @@ def _of_parameters(
     plan: ResolvedPlan, block: Block, width: Widths, run: Run
 ) -> tuple[CommStep, ...]:
     p, t = block.parameters, plan.tensor_size
-    alone = p.norms + p.experts + p.whole + (p.kv if t > block.kv_heads else 0)
+    alone = p.norms + p.experts + p.whole + p.fused
+    alone += p.kv - p.fused_kv if t > block.kv_heads else 0
     cut = p.on_tensor_rank(t, block.kv_heads) + p.experts + p.norms + p.whole - alone
     return tuple(parameter_steps(plan, cut, alone, width, run, root=False))
 
@@ -284,9 +287,30 @@ def _ends(plan: ResolvedPlan, model: ModelShape, run: Run) -> Iterator[tuple[str
                 yield "logits", step
     if run.trains and not model.vocab:
         yield from _gathered_states(plan, run.batch * run.seq_len * model.hidden * width.activation)
-    cut = -(-(model.embedding + model.head) // t)
-    for step in parameter_steps(plan, cut, model.other, width, run, root=True):
+    words, other = root_parameters(plan, model)
+    for step in parameter_steps(plan, words, other, width, run, root=True):
         yield "gradients", step
+    for one in apart_of(plan, model):
+        for step in parameter_steps(plan, -(-one.words // t), one.other, width, run, root=False):
+            again = step.kind == "all_gather" and step.phase == "backward"
+            yield "gradients" if one.first and not again else "behind", step
+
+
+def apart_of(plan: ResolvedPlan, model: ModelShape) -> tuple[Apart, ...]:
+    """What fsdp gathers by itself outside of the blocks: not a head that runs in loss chunks, of
+    which the root is called."""
+    if not sharding(plan)[0]:
+        return ()
+    chunks = plan.plan.memory.loss_chunks > 1
+    return tuple(one for one in model.apart if one.first or not (one.words and chunks))
+
+
+def root_parameters(plan: ResolvedPlan, model: ModelShape) -> tuple[int, int]:
+    """Outside of the blocks and not apart, what one tensor rank holds cut by vocabulary, and
+    whole."""
+    apart = apart_of(plan, model)
+    words = model.embedding + model.head - sum(one.words for one in apart)
+    return -(-words // plan.tensor_size), model.other - sum(one.other for one in apart)
 
 
 def _loss(plan: ResolvedPlan, tokens: int) -> Iterator[CommStep]:
@@ -332,8 +356,11 @@ def _gathered_states(plan: ResolvedPlan, size: int) -> Iterator[tuple[str, CommS
 
 
 def outputs_of(plan: ResolvedPlan) -> str:
-    """How logits are returned, by the names that models give them; loss chunks make none."""
+    """How logits are returned; loss chunks make none."""
+    return "drop" if plan.plan.memory.loss_chunks > 1 else wanted_outputs(plan)
+
+
+def wanted_outputs(plan: ResolvedPlan) -> str:
+    """How the plan says that logits are returned, by the names that models give them."""
     modes: Mapping[str, str] = plan.plan.outputs
-    if plan.plan.memory.loss_chunks > 1:
-        return "drop"
     return next((modes[name] for name in ("logits", "output") if name in modes), "full")

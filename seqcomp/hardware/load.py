@@ -12,11 +12,13 @@ from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.hardware.schema import ClusterFile
 from seqcomp.plan.nearest import nearest
-from seqcomp.plan.reader import read_text
+from seqcomp.plan.reader import describe, read_text
 
 HERE = Path(__file__).parent
 PARTS = {"device": "devices", "intra": "links", "inter": "links"}
 MAX_BYTES = 1 << 20
+_LEGAL = "a mapping with name, device, gpus_per_node, max_nodes, intra and inter"
+_MAKE_ONE = "`seqcomp bench --save here.yaml` writes one; seqcomp/hardware/clusters has more"
 
 
 def known_clusters() -> tuple[str, ...]:
@@ -92,17 +94,29 @@ def _read(path: Path) -> dict[str, Any]:
         document = read_text(raw.decode("utf-8"), str(path))
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"[:500]
-        raise PlanError(diagnostic("SC028", where=str(path), found=reason)) from error
+        raise PlanError(
+            diagnostic("SC028", where=str(path), found=reason, legal=_LEGAL, help=_MAKE_ONE)
+        ) from error
     if document.diagnostics:
         raise PlanError([replace(item, code="SC028") for item in document.diagnostics])
     data = document.data
     if not isinstance(data, dict):
-        legal = "a mapping with device, gpus_per_node, max_nodes, intra and inter"
         found = type(data).__name__
-        raise PlanError(diagnostic("SC028", where=str(path), found=found, legal=legal))
+        raise PlanError(
+            diagnostic("SC028", where=str(path), found=found, legal=_LEGAL, help=_MAKE_ONE)
+        )
     return data
 
 
 def _problem(error: Any, path: Path) -> Diagnostic:
     place = ".".join(map(str, error["loc"]))
-    return diagnostic("SC028", where=f"{path} {place}", message=error["msg"])
+    kind, value = error["type"], error.get("input")
+    found = describe(value) if kind not in ("missing", "extra_forbidden") else place
+    return diagnostic(
+        "SC028",
+        where=f"{path} {place}",
+        message=error["msg"],
+        found=f"no {place}" if kind == "missing" else found,
+        legal=_LEGAL if len(error["loc"]) == 1 else None,
+        help=_MAKE_ONE if len(error["loc"]) == 1 else None,
+    )

@@ -91,7 +91,20 @@ def build_model(text: str, device: str = "meta") -> nn.Module:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:500]
-        raise PlanError(diagnostic("SC021", where=text, found=reason)) from error
+        legal, fix = _BUILDABLE[spec.kind]
+        raise PlanError(
+            diagnostic("SC021", where=text, found=reason, legal=legal, help=fix)
+        ) from error
+
+
+_BUILDABLE = {
+    "hf": ("settings with which the class can be built", "try the class in Python with them"),
+    "titan": ("a flavor that torchtitan can build", "try it in torchtitan"),
+    "python": (
+        "python:<module>:<factory>, whose factory() returns a torch.nn.Module",
+        "call it in the folder of <module>.py, or put that folder on PYTHONPATH",
+    ),
+}
 
 
 def _known(name: str) -> ModelSpec:
@@ -214,6 +227,9 @@ def _hf_config_file(spec: ModelSpec, text: str) -> tuple[Any, dict[str, Any]]:
                 where=text,
                 message=f"{path} is not a readable config with architectures and model_type",
                 found=reason[:300],
+                legal="the config.json of a model of transformers",
+                help="give the path of a config.json that is there, or name a class with its "
+                "settings: hf:LlamaForCausalLM?num_hidden_layers=2",
             )
         ) from error
     architecture = _hf_class(names[0], text)
@@ -242,7 +258,8 @@ def _build_python(spec: ModelSpec, text: str, device: str) -> nn.Module:
             model = factory()
     if not isinstance(model, torch.nn.Module):
         found = type(model).__name__
-        raise PlanError(diagnostic("SC021", where=text, found=found, legal="a torch.nn.Module"))
+        legal, fix = _BUILDABLE["python"]
+        raise PlanError(diagnostic("SC021", where=text, found=found, legal=legal, help=fix))
     return model
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from seqcomp.cost.named import load_shape
-from seqcomp.cost.shape import Block, Bytes, Latent, MaskKind, ModelShape, Parameters, Saved
+from seqcomp.cost.shape import (
+    Apart,
+    Block,
+    Bytes,
+    Latent,
+    MaskKind,
+    ModelShape,
+    Parameters,
+    Saved,
+)
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.layout.masks import Band
 from seqcomp.plan.facts import ModelFacts
@@ -47,6 +56,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     from seqcomp.capture.blocks import blocks_of
     from seqcomp.capture.example import example_call
     from seqcomp.capture.facts import attentions_of, facts_of
+    from seqcomp.integrations.cut_weights import cut_weights
     from seqcomp.integrations.models import build_model
 
     module = build_model(model) if isinstance(model, str) else model
@@ -61,6 +71,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     with _alone(module, paths[0]) if alike else nullcontext():
         capture, infos = attentions_of(module)
         facts = facts_of(capture, infos, module)
+        cut = cut_weights(capture, infos, paths)
     inside = {
         path: infos[:1] if alike else [i for i in infos if f"{i.where}.".startswith(f"{path}.")]
         for path in paths
@@ -82,7 +93,10 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     config = getattr(module, "config", None)
     sizes = _Sizes.of(module, paths, facts)
     for path in paths:
-        kind = _kind(module.get_submodule(path), inside[path][0], sizes.hidden, config)
+        at = f"{paths[0] if alike else path}."
+        own = {name.removeprefix(at) for name in cut.whole if name.startswith(at)}
+        kind = _kind(module.get_submodule(path), inside[path][0], sizes.hidden, config, own)
+        kind = replace(kind, ends_in_norm=cut.ends_in_norm(at[:-1]))
         groups.setdefault(kind, []).append(path)
     blocks, ends = [], Bytes(0, 0)
     for kind, members in groups.items():
@@ -98,6 +112,8 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         other=sizes.other,
         ends=_without_logits(ends, sizes.vocab) if _has_head(module) else ends,
         tied=sizes.head == 0 and _has_head(module),
+        apart=tuple(_apart(module, paths, sizes)),
+        by_tokens=cut.by_tokens,
     )
 
 
@@ -146,24 +162,46 @@ class _Sizes:
         )
 
 
-def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Block:
-    """A block without its number and what it saves: equal for blocks of one kind."""
+def _apart(module: nn.Module, paths: Sequence[str], sizes: _Sizes) -> Iterator[Apart]:
+    """Large embeddings and linears outside of the blocks."""
+    from torch import nn
+
+    from seqcomp.lowering.fsdp_units import candidates
+
+    for path in candidates(module):
+        if path in paths:
+            continue
+        part = module.get_submodule(path)
+        shapes = [tuple(p.shape) for p in part.parameters()]
+        words = sizes.vocab * sizes.hidden * shapes.count((sizes.vocab, sizes.hidden))
+        other = sum(p.numel() for p in part.parameters()) - words
+        yield Apart(words, other, first=isinstance(part, nn.Embedding))
+
+
+def _kind(
+    block: nn.Module, info: AttentionInfo, hidden: int, config: Any, whole: Collection[str]
+) -> Block:
+    """A block without its number and what it saves: equal for blocks of one kind.
+
+    whole: names of parameters that Megatron-SP does not cut, among them.
+    """
     named = dict(block.named_parameters())
     of_experts = {n: p for n, p in named.items() if "experts" in n.split(".") and p.dim() > 1}
-    matrices = sum(p.numel() for n, p in named.items() if p.dim() > 1 and n not in of_experts)
+    matrix = {n: p for n, p in named.items() if p.dim() > 1 and n not in of_experts}
     total = sum(p.numel() for p in named.values())
     routed = sum(p.numel() for p in of_experts.values())
-    latent, whole = _latent(config, hidden)
-    kv = min((latent.keys if latent else hidden) * _kv_width(info, latent), matrices)
     experts = _setting(config, ("num_local_experts", "num_experts", "n_routed_experts"))
     experts = experts or max((p.shape[0] for p in of_experts.values()), default=0)
     if of_experts:  # the router is whole on every rank, too
-        matrices -= sum(p.numel() for p in named.values() if tuple(p.shape) == (experts, hidden))
+        matrix = {n: p for n, p in matrix.items() if tuple(p.shape) != (experts, hidden)}
+    biases = sum(p.numel() for n, p in named.items() if p.dim() == 1 and whole and n not in whole)
+    latent, into_latent = _latent(config, hidden)
+    products = sum(p.numel() for p in matrix.values()) - into_latent
+    kv = min((latent.keys if latent else hidden) * _kv_width(info, latent), products)
     active = _setting(config, ("num_experts_per_tok", "top_k")) or 1
-    matrices -= whole
     queries = latent.queries if latent and latent.queries else hidden
     heads = info.heads * (queries * info.head_dim + hidden * info.value_dim)
-    shared = own = matrices - heads - kv
+    shared = own = products - heads - kv
     if of_experts:
         width = _setting(config, ("moe_intermediate_size", "intermediate_size"))
         own = routed // max(experts, 1)
@@ -171,6 +209,9 @@ def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Bl
         width = _setting(config, ("intermediate_size", "n_inner", "ffn_dim"))
         width = width or max((max(p.shape) for p in named.values() if p.dim() == 2), default=0)
     mask, window = _mask(info)
+    fused = max(sum(p.numel() for n, p in matrix.items() if n in whole) - into_latent, 0)
+    rows = {info.kv_heads * info.head_dim, info.kv_heads * info.value_dim}
+    alone = [n for n, p in matrix.items() if n not in whole and rows & set(p.shape)]
     return Block(
         count=0,
         saved=_NOTHING,
@@ -187,7 +228,15 @@ def _kind(block: nn.Module, info: AttentionInfo, hidden: int, config: Any) -> Bl
         token_local=bool(of_experts) and shared <= 0,
         scores=_scores(info),
         latent=latent,
-        parameters=Parameters(matrices, kv, routed, total - matrices - routed - whole, whole),
+        parameters=Parameters(
+            products + biases,
+            kv,
+            routed,
+            total - products - biases - routed - into_latent,
+            into_latent,
+            fused=fused,
+            fused_kv=0 if len(alone) > 1 else min(kv, fused),
+        ),
     )
 
 

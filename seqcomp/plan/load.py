@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from seqcomp.diagnostics import Diagnostic, diagnostic, raise_for_errors
+from seqcomp.plan.nearest import nearest
 from seqcomp.plan.presets import EXAMPLES, compose, is_preset, nearest_preset
 from seqcomp.plan.problems import problem
 from seqcomp.plan.reader import MAX_BYTES, Document, describe, read_object, read_text
@@ -20,6 +21,9 @@ from seqcomp.plan.schema import Plan, Strategies
 from seqcomp.plan.source import PlanSource
 
 MAX_SHOWN = 100
+_AN_EXAMPLE = (
+    "name a preset such as ring_4, or a file of `mesh: {ring: 4}` and `strategies: {ring: {}}`"
+)
 _MAY_BE_EMPTY = ("strategies", "overrides", "inputs", "outputs", "memory")
 
 
@@ -104,17 +108,22 @@ def _file(path: Path, name: str) -> Reading:
         return _failed(diagnostic("SC001", where=shown, found=found, legal="UTF-8 text"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        return _failed(diagnostic("SC001", where=shown, found=reason, legal="a readable file"))
+        return _failed(
+            diagnostic(
+                "SC001", where=shown, found=reason, legal="a readable file", help=_AN_EXAMPLE
+            )
+        )
     return _build(_empty_strategies(read_text(text, shown)))
 
 
 def _missing(path: Path, shown: str) -> Diagnostic:
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         stem = path.stem
-        advice = (
-            f"the preset {stem} says the same as plans/{stem}.yaml" if is_preset(stem) else None
-        )
-        return diagnostic("SC001", where=shown, found="no such file", help=advice)
+        same = f"the preset {stem} says the same as plans/{stem}.yaml" if is_preset(stem) else None
+        here = nearest(path.name, [near.name for near in path.parent.glob("*.y*ml")])
+        advice = same or (f"did you mean {path.with_name(here)}?" if here else _AN_EXAMPLE)
+        legal = "a plan file, or a preset such as usp_4x8"
+        return diagnostic("SC001", where=shown, found="no such file", legal=legal, help=advice)
     close = nearest_preset(shown)
     return diagnostic(
         "SC012",

@@ -55,7 +55,9 @@ def read_text(text: str, name: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(part for part in (error.problem, error.context) if part)
-        return _refused(name, "SC002", where=_place(name, mark), found=problem)
+        return _refused(
+            name, "SC002", where=_place(name, mark), found=problem, help=_repair(problem)
+        )
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         where = f"{name}:{before.count(chr(10)) + 1}:{error.position - before.rfind(chr(10))}"
@@ -68,6 +70,12 @@ def read_text(text: str, name: str) -> Document:
     reader = _Nodes(name)
     data = reader.value(node, ())
     return Document(data, PlanSource(name, reader.keys, reader.values), tuple(reader.found))
+
+
+def _repair(problem: str) -> str:
+    if "\\t" in problem:
+        return "indent with spaces: YAML takes no tabs"
+    return "close every bracket and quote before this place, one `key: value` a line"
 
 
 def read_object(data: object) -> Document:

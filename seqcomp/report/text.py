@@ -26,8 +26,8 @@ def pattern(module: str) -> str:
 def count_of(number: float) -> str:
     """A number with a decimal prefix, three digits."""
     value, prefix = float(number), ""
-    for prefix in ("", " k", " M", " G", " T", " P"):
-        if value < 999.5 or prefix == " P":
+    for prefix in ("", " k", " M", " G", " T", " P", " E"):
+        if value < 999.5 or prefix == " E":
             break
         value /= 1000
     return f"{value:.3g}{prefix}"

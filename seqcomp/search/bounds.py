@@ -19,7 +19,7 @@ def without_parameters(work: Workload) -> Workload:
     """What is sent for activations alone."""
     return Workload(
         tuple(replace(block, parameters=()) for block in work.blocks),
-        tuple((where, step) for where, step in work.ends if where != "gradients"),
+        tuple((where, step) for where, step in work.ends if where not in ("gradients", "behind")),
     )
 
 

@@ -60,23 +60,26 @@ def _balance(grid: TileGrid, row: WorkRow | None) -> tuple[str, ...]:
 
 
 def _picture(grid: TileGrid, title: str) -> Markup:
-    """Queries from top to bottom, keys from left to right; in the order of the sequence."""
+    """Queries from top to bottom, keys from left to right; in the order of the sequence, each as
+    large as the tokens are many."""
     striped = grid.layout == "striped"
     rows, columns = (
         sorted(range(len(b)), key=lambda i: 0 if striped else b[i][1].start)
         for b in (grid.blocks, grid.keys)
     )
-    high, wide = SIZE / len(rows), SIZE / len(columns)
+    down = _edges([len(grid.blocks[q][1]) for q in rows])
+    right = _edges([len(grid.keys[k][1]) for k in columns])
     labels = max(len(rows), len(columns)) <= MOST_LABELS
     cells = [
-        _cell(kind, LEFT + x * wide, TOP + y * high, count * wide, high, label)
+        _cell(kind, LEFT + right[x], TOP + down[y], right[x + count] - right[x],
+              down[y + 1] - down[y], label)
         for y, q in enumerate(rows)
         for x, count, kind, label in _runs(grid, q, columns, labels)
-    ]
+    ]  # fmt: skip
     every = -(-len(rows) // MOST_LABELS)
     names = [
-        el("text", f"rank {grid.blocks[q][0]}", x=LEFT - 5, y=TOP + (y + 0.5) * high + 3.5,
-           text_anchor="end", class_="name")
+        el("text", f"rank {grid.blocks[q][0]}", x=LEFT - 5,
+           y=TOP + (down[y] + down[y + 1]) / 2 + 3.5, text_anchor="end", class_="name")
         for y, q in enumerate(rows) if y % every == 0
     ]  # fmt: skip
     what = "stripe of each rank" if striped else "position"
@@ -102,6 +105,12 @@ def _picture(grid: TileGrid, title: str) -> Markup:
     return el(
         "figure", picture, el("figcaption", f"Rows are queries and who has them.{note}"), legend
     )
+
+
+def _edges(sizes: Sequence[int]) -> list[float]:
+    """Where pieces of these sizes begin along a side, and where the last one ends."""
+    total = sum(sizes)
+    return [SIZE * at / total for at in itertools.accumulate(sizes, initial=0)]
 
 
 def _runs(
@@ -130,9 +139,10 @@ def _runs(
 def _cell(kind: str, x: float, y: float, wide: float, high: float, label: str) -> Markup:
     name = {FULL: "full", EMPTY: "empty", UNKNOWN: "unknown"}.get(kind, "partial")
     parts = [el("rect", x=x, y=y, width=wide, height=high, class_=f"cell {name}")]
+    side = min(wide, high)
     ends = {
         LOWER: ((0, 0), (0, 1), (1, 1)),
-        UPPER: ((0, 0), (1, 0), (1, 1)),
+        UPPER: ((1 - side / wide, 0), (1, 0), (1, side / high)),
         PARTIAL: ((0, 0), (0.3, 0), (1, 0.7), (1, 1), (0.7, 1), (0, 0.3)),
     }.get(kind)
     if ends:

@@ -12,7 +12,7 @@ import typer
 
 from seqcomp.cli import main
 from seqcomp.cli.dtypes import Dtype, VerifiedDtype, torch_name
-from seqcomp.cli.refusal import write
+from seqcomp.cli.refusal import writable, write
 
 M0 = ("--model", "python:tests.fixtures.models:build", "--seq-len", "64")
 
@@ -32,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_a_picture_and_data(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "g.svg"
     code, out, err = run("graph", "ring_2", *M0, "--out", str(file), "--json")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"written to {file}\n")
     data = json.loads(out)
     assert data["repeats"] == [["layers.0", "layers.1"]]
     root = ET.parse(file).getroot()
@@ -64,7 +64,7 @@ def test_a_page(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "out.html"
     args = ("explain", "ring_2", *M0, "--dtype", "bfloat16", "--html", str(file))
     code, out, err = run(*args, "--budget", "0.5")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"written to {file}\n")
     assert out.startswith("ring_2: program Decoder on ring 2")
     page = file.read_text(encoding="utf-8")
     assert "<title>seqcomp: ring_2, python:tests.fixtures.models:build</title>" in page
@@ -73,10 +73,16 @@ def test_a_page(run: Any, tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as caught:
-        write(str(tmp_path / "no" / "out.html"), "text")
-    assert caught.value.exit_code == 2
-    assert "out.html cannot be written: No such file or directory" in capsys.readouterr().err
+    """Known before the work, and all the same behind it."""
+    lost = str(tmp_path / "no" / "out.html")
+    for fails in (lambda: write(lost, "text"), lambda: writable(lost)):
+        with pytest.raises(typer.Exit) as caught:
+            fails()
+        assert caught.value.exit_code == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error SC031 at {lost}: the file cannot be written")
+        assert "allowed:" in said
+        assert "fix:" in said
 
 
 def test_both_spellings_of_dtypes() -> None:

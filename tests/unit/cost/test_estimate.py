@@ -188,6 +188,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     assert (item.code, item.severity) == ("SC121", "error")
     assert "checkpoint" in (item.help or "")
     assert "GiB more than ideal has" in item.message
+    small = priced("ring_4", cluster=ideal(memory=less // 2), seq_len=s).findings[0]
+    assert "memory: {checkpoint: block, loss_chunks: 8}" in (small.help or ""), "one section once"
     assert priced(block, cluster=cluster, seq_len=s).fits
     assert priced(block, cluster=cluster, seq_len=s).findings == ()
     tiny = ideal(memory=less // 2)
@@ -207,6 +209,12 @@ def test_what_is_not_counted_is_said() -> None:
     found = [item for item in priced(plan).findings if item.code == "SC417"]
     assert [item.severity for item in found] == ["note", "note"]
     assert not priced("ring_4").findings
+    odd = replace(SMALL, by_tokens=("layers.0.k",))
+    notes = [len(priced(plan, odd).findings) for plan in ("megatron_sp_4", "ring_4")]
+    assert notes == [1, 0]
+    chunks = {"memory": {"loss_chunks": 2}}
+    assert "SC118" in str(priced(changed("ring_4", **chunks)).findings[0])
+    assert not priced(changed("ring_4", **chunks, **NO_OUTPUT)).findings
 
 
 def test_padded_tokens_are_computed() -> None:

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 import seqcomp
-from seqcomp.cost import memory
+from seqcomp.cost import decoder, memory
 from seqcomp.cost.memory import made_again, memory_rows
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.workload import widths_of, workload_of
+from seqcomp.integrations.models import build_model
+from seqcomp.integrations.shapes import _apart, _Sizes
+from seqcomp.lowering import fsdp_units
 from seqcomp.plan.load import load_plan
 from seqcomp.runtime import chunked_mlp
 from tests.fixtures.pricing import planned
@@ -125,3 +128,37 @@ def test_what_runs_again(plan: str, length: int) -> None:
     found = made_again(resolved, SHAPE, block, widths_of(resolved, run), run)
     assert found == pytest.approx(said, rel=0.02)
     assert any("chunks of tokens" in row.what for row in report.memory) == (length > 512)
+
+
+LARGE = LLAMA.replace("vocab_size=128", f"vocab_size={decoder.LARGE // 64}")
+BIG = ModelShape.decoder(
+    layers=LAYERS, hidden=64, heads=8, kv_heads=4, vocab=decoder.LARGE // 64, mlp_width=96
+)
+
+
+CHUNKED = {
+    "mesh": {"data": 2, "ring": 2, "tensor": 2},
+    "strategies": {"data": {}, "ring": {}, "megatron_sp": {}, "fsdp": {"axes": ["data"]}},
+    "memory": {"checkpoint": "selective", "loss_chunks": 2},
+    "outputs": {"logits": "drop"},
+}
+
+
+@pytest.mark.parametrize("plan", ["usp_2x2+fsdp", CHUNKED], ids=["usp", "hsdp"])
+def test_large_embeddings_are_gathered_by_themselves(plan: Any) -> None:
+    """And again in backward, as real vocabularies are; but a head in chunks with the root."""
+    assert decoder.LARGE == fsdp_units.LARGE
+    report = seqcomp.explain(LARGE, plan, seq_len=S, dtype="bf16")
+    resolved, run = planned(plan, BIG, S), Run(S)
+    work = workload_of(resolved, BIG, run)
+    steps = [s for block in work.blocks for s in block.all] * LAYERS + [s for _, s in work.ends]
+    assert without_buckets(sent(report.comm)) == without_buckets(sent(steps))
+    held = {row.what: row.bytes for row in memory_rows(resolved, BIG, run)}
+    said = {row.what: row.bytes for row in report.footprint}
+    assert held["gathered parameters"] == said["gathered parameters"]
+
+
+def test_what_is_apart_is_read_off_modules() -> None:
+    module = build_model(LARGE)
+    sizes = _Sizes(64, BIG.vocab, BIG.embedding, BIG.head, 64)
+    assert tuple(_apart(module, ["model.layers.0", "model.layers.1"], sizes)) == BIG.apart

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 from torch import Tensor, nn
 
+from seqcomp.capture.facts import attentions_of
 from seqcomp.cost.memory import memory_rows
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.workload import workload_of
 from seqcomp.diagnostics import PlanError
+from seqcomp.integrations.cut_weights import cut_weights
 from seqcomp.integrations.explain import explain
+from seqcomp.integrations.models import build_model
 from seqcomp.integrations.shapes import model_shape, read_shape
 from seqcomp.plan.load import load_plan
 from seqcomp.plan.resolve import resolve
@@ -96,6 +99,12 @@ def test_scores_that_are_written_down_are_held() -> None:
         ours = rows["saved activations"] + rows["saved outside of blocks"]
         assert ours == pytest.approx(held, rel=0.1)
         assert (held > 2 * 4 * 2 * length**2) == scores
+    # It ends in a norm, which wants the last sum over tensor ranks of a second run.
+    again = {**load_plan("megatron_sp_2").to_dict(), "memory": {"checkpoint": "block"}}
+    report = explain(GEMMA, again, seq_len=64, dtype="bf16")
+    plan = resolve(load_plan(again), shape.facts, seq_len=64)
+    sent = workload_of(plan, shape, Run(64)).bytes_sent(shape, "backward")
+    assert sent == report.bytes_sent("backward")
 
 
 LLAMA_TIED = f"{LLAMA}&tie_word_embeddings=true"
@@ -163,6 +172,45 @@ def test_a_model_of_images() -> None:
     assert ours["parameters"] == held["parameters"]
     saved = ours["saved activations"] + ours["saved outside of blocks"]
     assert saved == pytest.approx(held["saved activations"], rel=0.1)
+
+
+FUSED = (
+    "hf:Phi3ForCausalLM?hidden_size=32&num_hidden_layers=1&num_attention_heads=4&vocab_size=64&"
+    "num_key_value_heads=2&intermediate_size=48&pad_token_id=0"
+)
+BIASED = "hf:GPT2LMHeadModel?n_embd=32&n_layer=1&n_head=4&vocab_size=64&n_positions=128"
+
+
+@pytest.mark.parametrize("spec", [FUSED, BIASED], ids=["phi3", "gpt2"])
+def test_weights_that_stay_whole_are_held_whole(spec: str) -> None:
+    """Of fused weights the work alone is divided: they are held, and their gradients summed, by
+    every tensor rank; biases of columns are cut."""
+    shape = model_shape(spec)
+    (block,) = shape.blocks
+    assert block.parameters.fused > 0
+    report = explain(spec, "megatron_sp_4", seq_len=64, dtype="bf16")
+    held = {row.what: row.bytes for row in report.footprint}
+    plan = resolve(load_plan("megatron_sp_4"), shape.facts, seq_len=64)
+    rows = {row.what: row.bytes for row in memory_rows(plan, shape, Run(64))}
+    assert rows["parameters"] == held["parameters"]
+    assert workload_of(plan, shape, Run(64)).bytes_sent(shape) == report.bytes_sent()
+
+
+def test_what_has_no_partner_is_known() -> None:
+    """Norms over all heads keep q, k, v and o whole, by tokens."""
+    capture, infos = attentions_of(build_model(OLMO))
+    found = cut_weights(capture, infos, ["model.layers.0"])
+    at = "model.layers.0.self_attn"
+    assert set(found.by_tokens) == {f"{at}.{name}_proj" for name in "qkvo"}
+    assert f"{at}.o_proj.weight" in found.whole
+    assert "model.layers.0.mlp.up_proj.weight" not in found.whole
+    assert found.ends_in_norm("model.layers.0")
+
+
+OLMO = (
+    "hf:Olmo2ForCausalLM?hidden_size=32&num_hidden_layers=1&num_attention_heads=4&vocab_size=64&"
+    "num_key_value_heads=2&intermediate_size=48"
+)
 
 
 class Two(nn.Module):
