@@ -113,7 +113,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         ends=_without_logits(ends, sizes.vocab) if _has_head(module) else ends,
         tied=sizes.head == 0 and _has_head(module),
         apart=tuple(_apart(module, paths, sizes)),
-        by_tokens=cut.by_tokens,
+        by_tokens=() if any(b.latent for b in blocks) else cut.by_tokens,
     )
 
 
