@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def example_call(
 
 def _media(
     module: torch.nn.Module,
-    parameters: dict[str, inspect.Parameter] | Any,
+    parameters: Mapping[str, inspect.Parameter],
     length: int,
     batch: int,
 ) -> dict[str, Any]:
