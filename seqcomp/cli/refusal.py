@@ -51,7 +51,7 @@ def writable(path: Path | str | None) -> None:
         _unwritable(path, found or f"{folder} is not yours to write to")
 
 
-def write(path: str, text: str) -> None:
+def write(path: Path | str, text: str) -> None:
     """Writes a file that the user named and says so; ends the command where it cannot."""
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -62,7 +62,6 @@ def write(path: str, text: str) -> None:
 
 def _unwritable(path: Path | str, found: str) -> NoReturn:
     legal, fix = "a file in a folder that is there", f"for example {Path(path).name or 'out'}"
-    item = diagnostic("SC031", where=str(path), found=found, legal=legal, help=fix,
-                      message="the file cannot be written")  # fmt: skip
+    item = diagnostic("SC031", where=str(path), found=found, legal=legal, help=fix)
     typer.echo(str(item), err=True)
     raise typer.Exit(WRONG_USAGE) from None

@@ -21,9 +21,9 @@ from seqcomp.cli.options import (
     whole,
 )
 from seqcomp.cli.reading import reading
-from seqcomp.cli.refusal import refusal, writable
+from seqcomp.cli.refusal import refusal, writable, write
 from seqcomp.cost.run import Run
-from seqcomp.diagnostics import PlanError, diagnostic
+from seqcomp.diagnostics import PlanError
 from seqcomp.plan.load import dump_plan
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from seqcomp.search.search import Found
 
 FOUND = 0
-USAGE_CODES = ("SC010", "SC020", "SC027", "SC028", "SC031")
+USAGE_CODES = ("SC010", "SC020", "SC027", "SC028")
 
 
 def search(
@@ -75,17 +75,17 @@ def search(
         with reading(model):
             found = _found(model, machine, gpus, run)
         found = replace(found, notes=(*found.notes, *notes))
-        if out is not None:
-            _write(out, found)
     except PlanError as error:
         raise refusal(error, {}, as_json=as_json, debug=debug, usage=USAGE_CODES) from None
+    if out is not None:
+        write(out, _file(found))
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:
         from seqcomp.report.search import search_text
 
         typer.echo(search_text(found))
-        typer.echo(f"\n{out}:" if out else "")
+        typer.echo()
         typer.echo(dump_plan(found.plan), nl=False)
     raise typer.Exit(FOUND)
 
@@ -116,7 +116,8 @@ def computes_loss(model: str) -> bool:
     return not name or (kind == "hf" and causal_lm)
 
 
-def _write(path: Path, found: Found) -> None:
+def _file(found: Found) -> str:
+    """The plan, with what it was found for as comments."""
     run, best = found.pricer.run, found.best.price
     found_for = f"{found.pricer.model.name} on {found.gpus} GPUs of {found.pricer.cluster.name}"
     drops = "drop" in found.plan.outputs.values()
@@ -126,10 +127,4 @@ def _write(path: Path, found: Found) -> None:
         f"# Estimated: {best.step_seconds:.3g} s a step, {best.peak_bytes / 2**30:.1f} GiB a GPU.",
         *(("# Logits are dropped: train on the loss that the model gives.",) if drops else ()),
     )
-    try:
-        path.write_text("\n".join((*lines, dump_plan(found.plan))), encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise PlanError(
-            diagnostic("SC031", where=str(path), found=reason, legal="a path that can be written")
-        ) from error
+    return "\n".join((*lines, dump_plan(found.plan)))

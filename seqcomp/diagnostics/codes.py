@@ -75,7 +75,7 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "A cluster file names a device and two links, or writes them out, each number with a source."),
     ("SC029", "error", "the cluster has no speed in this dtype",
      "A device has peak_tflops for the dtypes that it computes in."),
-    ("SC031", "error", "the plan cannot be written", "The path is no file that can be made."),
+    ("SC031", "error", "the file cannot be written", "The path is no file that can be made."),
     ("SC032", "error", "no such module in the program",
      "A graph is drawn of a module that the forward calls."),
     # --- mesh, axes, world ----------------------------------------------------------------

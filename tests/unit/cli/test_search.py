@@ -29,7 +29,7 @@ def run(capsys: pytest.CaptureFixture[str]):
 def test_the_plan_that_it_writes_is_what_validate_accepts(run, tmp_path: Path) -> None:
     path = tmp_path / "best.yaml"
     code, out, err = run("search", *LLAMA, "--gpus", "16", "--out", str(path))
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"written to {path}\n")
     for part in ("fastest of each set of degrees", "one decision changed", "second would change"):
         assert part in out
     for note in ("SC421", "SC422"):
