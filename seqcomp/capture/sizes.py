@@ -43,7 +43,7 @@ def divide(total: Size, part: Size) -> Size | None:
     if total.is_Integer and part.is_Integer:
         return total // part if total % part == 0 else None
     quotient = sympy.cancel(total / part)
-    numerator, denominator = sympy.fraction(quotient)
+    numerator, denominator = sympy.fraction(sympy.together(quotient))
     if denominator != 1:
         return None
     return sympy.expand(numerator)

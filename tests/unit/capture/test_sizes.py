@@ -88,7 +88,7 @@ def test_a_size_of_another_kind_is_named() -> None:
 
 
 @relaxed
-@given(monomial, monomial, numbers)
+@given(monomial | st.builds(operator.sub, monomial, monomial), monomial, numbers)
 def test_division_is_exact_for_every_value(
     total: Size, part: Size, values: dict[sympy.Symbol, int]
 ) -> None:
@@ -109,7 +109,8 @@ def test_what_divides_is_found(total: Size, part: Size) -> None:
 @pytest.mark.parametrize(
     ("total", "part"),
     [(Ss, sympy.Integer(2)), (sympy.Integer(6), sympy.Integer(4)), (Bs, Ss), (Ss - 1, Ss),
-     (4 * Ss, sympy.Integer(8)), (FloorDiv(Ss, 2), sympy.Integer(2)), (Bs * Ss + 1, Bs)],
+     (4 * Ss, sympy.Integer(8)), (FloorDiv(Ss, 2), sympy.Integer(2)), (Bs * Ss + 1, Bs),
+     (Ss - 1, sympy.Integer(2)), (2 * Ss + 3, sympy.Integer(2))],
 )  # fmt: skip
 def test_what_divides_for_some_values_only_does_not(total: Size, part: Size) -> None:
     assert divide(sympy.sympify(total), sympy.sympify(part)) is None
