@@ -92,7 +92,7 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
         return None
     product, dropped = used
     q, k_t = walked.node.args[:2]
-    k = _transposed(k_t)
+    k = _transposed(capture, k_t, before=product)
     v = product.args[1]
     if k is None or any(x.meta["val"].ndim != 4 for x in (q, k, v)):
         return None
@@ -382,16 +382,18 @@ def _weights_times_values(softmax: Node, *, with_sinks: bool) -> tuple[Node, Dro
     return None
 
 
-def _transposed(node: Node) -> Node | None:
-    """k [B, H, S, d] behind k^T."""
-    if not is_tensor(node) or node.op != "call_function":
+def _transposed(capture: Capture, node: Node, before: Node) -> Node | None:
+    """k [B, H, S, d] behind k^T, or made of it where it came to be in another way."""
+    if not is_tensor(node) or node.op != "call_function" or node.meta["val"].ndim != 4:
         return None
-    name, ndim = op_name(node), node.meta["val"].ndim
+    name, ndim = op_name(node), 4
     if name == "aten.transpose" and {node.args[1] % ndim, node.args[2] % ndim} == {2, 3}:
         return node.args[0]
     if name == "aten.permute" and [d % ndim for d in node.args[1]] == [0, 1, 3, 2]:
         return node.args[0]
-    return node.args[0] if name in ("aten.mT", "aten.adjoint") else None
+    if name in ("aten.mT", "aten.adjoint"):
+        return node.args[0]
+    return Editor(capture).call(aten.transpose.int, (node, 2, 3), before=before)
 
 
 def sum_of(capture: Capture, masks: Sequence[Node | Fill], before: Node) -> Node | None:
