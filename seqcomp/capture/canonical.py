@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from seqcomp.capture.dropout import keyed_dropout_pass
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
+from seqcomp.capture.einsums import einsums_pass, heads_first_pass
 from seqcomp.capture.export import Capture
 from seqcomp.capture.flat_heads import flat_heads_pass
 from seqcomp.capture.functional import filled_buffers_pass, functional_pass
@@ -43,6 +44,8 @@ def canonicalise(capture: Capture) -> Capture:
         shift_labels_pass,
         mean_loss_pass,
         flat_heads_pass,
+        einsums_pass,
+        heads_first_pass,
         fixed_squeezes_pass,
         separate_operands_pass,
     ):

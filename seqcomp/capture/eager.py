@@ -8,7 +8,7 @@ are, and are placed like any others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import Node
 from seqcomp.capture.dropout import Dropped
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
 from seqcomp.capture.export import Capture
+from seqcomp.capture.fills import Fill, filled_in, sum_of
 from seqcomp.runtime.attention.pair_mask import hides_from
 
 aten = torch.ops.aten
@@ -45,16 +46,6 @@ class Written:
     mod: tuple[Node, Node] | None = None  # (scores in any form, made of q k^T scale)
     filled: Node | None = None  # pairs whose number in `mask` takes the place of the score
     dropped: Dropped | None = None
-
-
-@dataclass(frozen=True)
-class Fill:
-    """Scores of which `low` takes the place where `condition` is `when`; `zero` is of its dtype."""
-
-    condition: Node
-    when: bool
-    low: Node
-    zero: Node
 
 
 @dataclass
@@ -92,7 +83,7 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
         return None
     product, dropped = used
     q, k_t = walked.node.args[:2]
-    k = _transposed(k_t)
+    k = _transposed(capture, k_t, before=product)
     v = product.args[1]
     if k is None or any(x.meta["val"].ndim != 4 for x in (q, k, v)):
         return None
@@ -382,43 +373,13 @@ def _weights_times_values(softmax: Node, *, with_sinks: bool) -> tuple[Node, Dro
     return None
 
 
-def _transposed(node: Node) -> Node | None:
-    """k [B, H, S, d] behind k^T."""
-    if not is_tensor(node) or node.op != "call_function":
+def _transposed(capture: Capture, node: Node, before: Node) -> Node | None:
+    """k [B, H, S, d] behind k^T, or made of it where it came to be in another way."""
+    if not is_tensor(node) or node.op != "call_function" or node.meta["val"].ndim != 4:
         return None
-    name, ndim = op_name(node), node.meta["val"].ndim
-    if name == "aten.transpose" and {node.args[1] % ndim, node.args[2] % ndim} == {2, 3}:
+    name = op_name(node)
+    swaps = name == "aten.transpose" and {node.args[1] % 4, node.args[2] % 4} == {2, 3}
+    permutes = name == "aten.permute" and [d % 4 for d in node.args[1]] == [0, 1, 3, 2]
+    if swaps or permutes or name in ("aten.mT", "aten.adjoint"):
         return node.args[0]
-    if name == "aten.permute" and [d % ndim for d in node.args[1]] == [0, 1, 3, 2]:
-        return node.args[0]
-    return node.args[0] if name in ("aten.mT", "aten.adjoint") else None
-
-
-def sum_of(capture: Capture, masks: Sequence[Node | Fill], before: Node) -> Node | None:
-    """What the masks make of scores of 0, the last one first."""
-    editor, total = Editor(capture), None
-    for mask in reversed(masks):
-        if isinstance(mask, Fill):
-            rest = mask.zero if total is None else total
-            pair = (mask.low, rest) if mask.when else (rest, mask.low)
-            total = editor.call(aten.where.self, (mask.condition, *pair), before=before)
-        else:
-            total = mask if total is None else _plus(editor, total, mask, before)
-    return total
-
-
-def _plus(editor: Editor, left: Node, right: Node, before: Node) -> Node:
-    return editor.call(aten.add.Tensor, (left, right), before=before)
-
-
-def filled_in(capture: Capture, masks: Sequence[Node | Fill], before: Node) -> Node | None:
-    """Which pairs have no score left: boolean; None for none."""
-    editor, found = Editor(capture), None
-    for mask in masks:
-        if isinstance(mask, Fill):
-            own = mask.condition
-            if not mask.when:
-                own = editor.call(aten.logical_not.default, (own,), before=before)
-            both = (aten.logical_or.default, (found, own))
-            found = own if found is None else editor.call(*both, before=before)
-    return found
+    return Editor(capture).call(aten.transpose.int, (node, 2, 3), before=before)

@@ -16,9 +16,10 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from seqcomp.capture.eager import Written, filled_in, number_in, scores_behind, sum_of
+from seqcomp.capture.eager import Written, number_in, scores_behind
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
 from seqcomp.capture.export import Capture
+from seqcomp.capture.fills import filled_in, sum_of
 from seqcomp.capture.flex_trace import BATCH, HEAD, KEY, QUERY
 from seqcomp.capture.kinds import is_pointwise
 from seqcomp.capture.sizes import Size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -34,11 +35,16 @@ PLANS: Mapping[str, plans.Plan] = {
     "ring x Megatron-SP": plans.with_tensor(plans.ring(2), 2),
 }
 Cell = tuple[str, str]
-EXACT, GATHERED = "exact", "exact, SC401"
+EXACT, GATHERED, WHOLE = "exact", "exact, SC401", "exact, SC402"
+BOTH = "exact, SC401, SC402"
+_REPEATED = re.compile(r"SC402.*?found: (.*?) on whole tokens", re.DOTALL)
 
 
 def decide(cell: Cell) -> str:
-    """'exact', 'exact, SC401' where a gather was necessary, 'SCnnn' for what is refused.
+    """'exact', 'SCnnn' for what is refused.
+
+    'exact, SC401' where a gather was necessary, 'exact, SC402' where every rank of an axis runs
+    an attention whole, 'exact, SC401, SC402' for both.
 
     Everything else is a fault, told in one line: a wrong result, a crash, a refusal that does not
     say where and what to do.
@@ -60,7 +66,15 @@ def decide(cell: Cell) -> str:
     if not report.ok:
         return f"wrong: {report}"
     gathers = any("SC401" in finding.partition(":")[0] for finding in report.findings)
-    return GATHERED if gathers else EXACT
+    whole = any(map(_runs_attention_whole, report.findings))
+    return {(True, True): BOTH, (True, False): GATHERED, (False, True): WHOLE}.get(
+        (gathers, whole), EXACT
+    )
+
+
+def _runs_attention_whole(finding: str) -> bool:
+    found = _REPEATED.search(finding)
+    return found is not None and "attention" in found[1].split(", ")
 
 
 def _refusal(diagnostics: Sequence[Diagnostic]) -> str:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.zoo.cells import EXACT, GATHERED, PLANS, ZOO, decide_all
+from tests.zoo.cells import BOTH, EXACT, GATHERED, PLANS, WHOLE, ZOO, decide_all
 
 DATA = Path(__file__).with_name("expected.json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
@@ -54,7 +54,8 @@ def markdown(table: Table) -> str:
 
 
 def _shown(outcome: str) -> str:
-    return {EXACT: "exact", GATHERED: "exact*"}.get(outcome, outcome)
+    shown = {EXACT: "exact", GATHERED: "exact*", WHOLE: "whole", BOTH: "whole*"}
+    return shown.get(outcome, outcome)
 
 
 def in_page(text: str) -> str:
