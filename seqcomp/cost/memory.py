@@ -216,6 +216,8 @@ def kept_of(
             kept -= tokens * e * before
     elif t > block.kv_heads and not keeps:
         kept += (group - tokens) * e * shape.kv_heads * shape.kv_head  # made whole, then sliced
+    if block.key_norm is not None and t > block.kv_heads and not keeps:
+        kept += (group - tokens) * block.key_norm.kept.of(e)
     if block.latent is not None and t > 1 and not keeps:
         kept += 2 * (group - tokens) * e * block.latent.rotary  # gathered, and turned
     if keeps and t > 1:

@@ -121,12 +121,14 @@ def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> Blo
     shape = block.attention(run.batch, run.seq_len, width.activation, model.hidden)
     tensor = _tensor(plan, block, shape)
     attention = attention_of(plan, model, block, run, layout_of(plan, model, run))
+    keys = tuple(_of_keys(plan, block, shape))
     checkpoint = plan.plan.memory.checkpoint
     again: tuple[CommStep, ...] = ()
     if run.trains and checkpoint != "none":
         keeps = checkpoint == "selective"
         tensor, again = _again(tensor, attention, keeps=keeps, whole=block.ends_in_norm)
-    return BlockSteps(tensor, attention, again, _of_parameters(plan, block, width, run))
+        again += tuple(replace(s, phase="backward") for s in keys if s.phase == "forward")
+    return BlockSteps(tensor, (*attention, *keys), again, _of_parameters(plan, block, width, run))
 
 
 def attention_of(
@@ -158,6 +160,18 @@ def _tensor(plan: ResolvedPlan, block: Block, shape: AttentionShape) -> tuple[Co
     if block.token_local:
         return into, scatter, back, again, out
     return into, gather, scatter, scatter, back, back, back, again, give, out
+
+
+def _of_keys(plan: ResolvedPlan, block: Block, shape: AttentionShape) -> Iterator[CommStep]:
+    """Keys that tensor ranks scale by tokens; on sequence ranks the tokens are shared already."""
+    t, norm = plan.tensor_size, block.key_norm
+    if norm is None or not norm.weighted or t <= block.kv_heads or plan.sequence_size > t:
+        return
+    sent = shape.kv_heads * shape.head_dim * shape.element_bytes
+    sent *= (t - 1) * shape.batch * shape.length // t
+    axis = plan.tensor_axis or "tensor"
+    yield CommStep("all_gather", axis, sent, 1, "forward", False)
+    yield CommStep("reduce_scatter", axis, sent, 1, "backward", False)
 
 
 def _of_one(step: CommStep) -> CommStep:

@@ -196,6 +196,33 @@ def test_weights_that_stay_whole_are_held_whole(spec: str) -> None:
     assert workload_of(plan, shape, Run(64)).bytes_sent(shape) == report.bytes_sent()
 
 
+QWEN = (
+    "hf:Qwen3ForCausalLM?hidden_size=64&num_hidden_layers=1&num_attention_heads=8&vocab_size=64&"
+    "num_key_value_heads=2&head_dim=16&intermediate_size=96"
+)
+
+
+def test_norms_of_keys_that_every_tensor_rank_makes() -> None:
+    """Beyond the KV heads keys are projected whole, scaled by tokens and gathered again; tables of
+    positions, whole on every rank, are what is missing."""
+    shape, length = model_shape(QWEN), 256
+    again = {**load_plan("megatron_sp_4").to_dict(), "memory": {"checkpoint": "selective"}}
+    plans = (("megatron_sp_4", "bf16"), ("megatron_sp_8", "fp32"), (again, "bf16"),
+             ("ring_2+megatron_sp_4", "bf16"))  # fmt: skip
+    for name, dtype in plans:
+        report = explain(QWEN, name, seq_len=length, dtype=dtype)
+        plan = resolve(load_plan(name), shape.facts, seq_len=length)
+        run = Run(length, dtype=dtype)
+        for phase in ("forward", "backward"):
+            assert workload_of(plan, shape, run).bytes_sent(shape, phase) == (
+                report.bytes_sent(phase)
+            )
+        rows = {row.what: row.bytes for row in memory_rows(plan, shape, run)}
+        held = {row.what: row.bytes for row in report.footprint}["saved activations"]
+        ours = rows["saved activations"] + rows["saved outside of blocks"]
+        assert name is again or ours == pytest.approx(held, rel=0.05)
+
+
 def test_what_has_no_partner_is_known() -> None:
     """Norms over all heads keep q, k, v and o whole, by tokens."""
     capture, infos = attentions_of(build_model(OLMO))
