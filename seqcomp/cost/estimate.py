@@ -130,7 +130,7 @@ def estimate(
     if plan.world_size > cluster.gpus:
         raise PlanError(_too_many(plan, cluster))
     whole = padded(plan, model, run)
-    sent = workload_of(plan, model, whole) if work is None else work
+    sent = workload_of(plan, model, run) if work is None else work
     parts = tuple(_passes(plan, model, cluster, whole, sent))
     exposed: dict[str, float] = {}
     for count, timeline in parts:

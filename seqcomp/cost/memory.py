@@ -40,10 +40,10 @@ class HeldRow:
 
 def memory_rows(plan: ResolvedPlan, model: ModelShape, run: Run) -> tuple[HeldRow, ...]:
     """What is there at once when most is; rows add up to the peak."""
-    run, width = padded(plan, model, run), widths_of(plan, run)
+    given, run, width = run.seq_len, padded(plan, model, run), widths_of(plan, run)
     rows = [*_state(plan, model, width, run)]
     if run.trains:
-        rows += _activations(plan, model, width, run)
+        rows += _activations(plan, model, width, run, given)
     else:
         rows.append(HeldRow("keys and values", cache_bytes(plan, model, run), "of all layers"))
         rows.append(HeldRow("working layer", round(_working(plan, model, width, run))))
@@ -121,7 +121,7 @@ def block_parameters(block: Block, tensor: int) -> int:
 
 
 def _activations(
-    plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run
+    plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run, given: int
 ) -> Iterator[HeldRow]:
     memory, tokens = plan.plan.memory, local_tokens(plan, run)
     checkpoint = memory.checkpoint
@@ -136,7 +136,7 @@ def _activations(
     ends = model.ends.of(e) + logits
     yield HeldRow("saved outside of blocks", round(tokens * ends), "embedding, head and loss")
     if outputs_of(plan) == "full" and model.vocab:
-        size = run.batch * run.seq_len * model.vocab * e
+        size = run.batch * given * model.vocab * e  # without what fills the sequence up
         yield HeldRow("output logits", size, "whole on every rank; outputs: {logits: drop}")
     # The gradient of logits, in fp32 and as logits are; chunks make the logits then, too.
     each = (4 + e) + (model.logits_saved + e if chunks > 1 else 0)

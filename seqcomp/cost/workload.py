@@ -94,9 +94,9 @@ class Workload:
 
 def workload_of(plan: ResolvedPlan, model: ModelShape, run: Run) -> Workload:
     """Of a training step, or of a prefill: then forward alone, and no logits are gathered."""
-    run = padded(plan, model, run)
+    given, run = run.seq_len, padded(plan, model, run)
     blocks = tuple(_block(plan, model, block, run) for block in model.blocks)
-    found = Workload(blocks, tuple(_ends(plan, model, run)))
+    found = Workload(blocks, tuple(_ends(plan, model, run, given)))
     return found if run.trains else _forward(found)
 
 
@@ -280,7 +280,10 @@ def sharding(plan: ResolvedPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
 # --- embedding, head, loss -------------------------------------------------------------------
 
 
-def _ends(plan: ResolvedPlan, model: ModelShape, run: Run) -> Iterator[tuple[str, CommStep]]:
+def _ends(
+    plan: ResolvedPlan, model: ModelShape, run: Run, given: int
+) -> Iterator[tuple[str, CommStep]]:
+    """given: length of the sequence without what fills it up."""
     width = widths_of(plan, run)
     t, axis = plan.tensor_size, plan.tensor_axis or "tensor"
     tokens = run.batch * run.seq_len // (plan.ring_size * plan.ulysses_size)
@@ -297,7 +300,8 @@ def _ends(plan: ResolvedPlan, model: ModelShape, run: Run) -> Iterator[tuple[str
         for step in _loss(plan, tokens):
             yield "loss", step
         if outputs_of(plan) == "full":
-            for step in _gathered_logits(plan, tokens * model.vocab * width.activation):
+            whole = run.batch * given * model.vocab * width.activation
+            for step in _gathered_logits(plan, tokens * model.vocab * width.activation, whole):
                 yield "logits", step
     if run.trains and not model.vocab:
         yield from _gathered_states(plan, run.batch * run.seq_len * model.hidden * width.activation)
@@ -343,8 +347,9 @@ def _loss(plan: ResolvedPlan, tokens: int) -> Iterator[CommStep]:
             yield CommStep("all_reduce", "+".join(axes), sent, 1, "forward", False)
 
 
-def _gathered_logits(plan: ResolvedPlan, size: int) -> Iterator[CommStep]:
-    """Over ring and ulysses, then over the vocabulary; ``size``: of a tensor group's tokens."""
+def _gathered_logits(plan: ResolvedPlan, size: int, whole: int) -> Iterator[CommStep]:
+    """Over ring and ulysses, then over the vocabulary; ``size``: of a tensor group's tokens,
+    ``whole``: of all but those that fill the sequence up, which are cut off in between."""
     axes = tuple(
         a
         for a, n in plan.axes.items()
@@ -355,7 +360,7 @@ def _gathered_logits(plan: ResolvedPlan, size: int) -> Iterator[CommStep]:
     if degree > 1:
         yield CommStep(kind, "+".join(axes), (degree - 1) * (size // t), 1, "forward", False)
     if t > 1:
-        sent = (t - 1) * degree * (size // t)
+        sent = (t - 1) * (whole // t)
         yield CommStep(kind, plan.tensor_axis or "tensor", sent, 1, "forward", False)
 
 
