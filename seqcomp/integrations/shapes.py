@@ -154,31 +154,29 @@ class _Sizes:
 
     @classmethod
     def of(cls, module: nn.Module, paths: Sequence[str], facts: ModelFacts) -> _Sizes:
+        from seqcomp.integrations.vocabulary import Vocabulary
+
         inside = {id(p) for path in paths for p in module.get_submodule(path).parameters()}
         rest = [p for p in module.parameters() if id(p) not in inside]
         hidden, vocab = facts.hidden, facts.vocab or 0
-        words = sum(tuple(p.shape) == (vocab, hidden) for p in rest)
-        return cls(
-            hidden=hidden,
-            vocab=vocab,
-            embedding=vocab * hidden if words else 0,
-            head=vocab * hidden * max(words - 1, 0),
-            other=sum(p.numel() for p in rest) - vocab * hidden * words,
-        )
+        embedding, head = Vocabulary.of(module, vocab, hidden).among(iter(rest))
+        other = sum(p.numel() for p in rest) - embedding - head
+        return cls(hidden=hidden, vocab=vocab, embedding=embedding, head=head, other=other)
 
 
 def _apart(module: nn.Module, paths: Sequence[str], sizes: _Sizes) -> Iterator[Apart]:
     """Large embeddings and linears outside of the blocks."""
     from torch import nn
 
+    from seqcomp.integrations.vocabulary import Vocabulary
     from seqcomp.lowering.fsdp_units import candidates
 
+    vocabulary = Vocabulary.of(module, sizes.vocab, sizes.hidden)
     for path in candidates(module):
         if path in paths:
             continue
         part = module.get_submodule(path)
-        shapes = [tuple(p.shape) for p in part.parameters()]
-        words = sizes.vocab * sizes.hidden * shapes.count((sizes.vocab, sizes.hidden))
+        words = sum(vocabulary.among(part.parameters()))
         other = sum(p.numel() for p in part.parameters()) - words
         yield Apart(words, other, first=isinstance(part, nn.Embedding))
 
