@@ -99,6 +99,8 @@ def _state(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> It
     fsdp = plan.plan.strategies.fsdp
     host = fsdp is not None and fsdp.offload == "cpu"
     note = f"shards of 1/{ways}" if ways > 1 else ""
+    if fsdp is not None and fsdp.mixed_precision != "none":
+        note += f"{', ' if note else ''}kept in {run.dtype}"
     yield HeldRow("parameters", held, note, host)
     if run.trains:
         yield HeldRow("gradients", held, "as the parameters", host)

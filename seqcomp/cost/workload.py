@@ -52,11 +52,9 @@ def dtype_of(plan: ResolvedPlan, run: Run) -> tuple[str, int]:
 
 
 def widths_of(plan: ResolvedPlan, run: Run) -> Widths:
-    """Under ``fsdp: mixed_precision`` weights are kept in fp32 at least."""
+    """``fsdp: mixed_precision`` keeps weights in the dtype that the model has."""
     computes = dtype_of(plan, run)[1]
-    fsdp = plan.plan.strategies.fsdp
-    wide = fsdp is not None and fsdp.mixed_precision != "none"
-    return Widths(computes, max(run.element_bytes, 4) if wide else run.element_bytes, computes)
+    return Widths(computes, run.element_bytes, computes)
 
 
 @dataclass(frozen=True, slots=True)

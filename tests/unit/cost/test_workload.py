@@ -34,12 +34,19 @@ def with_memory(plan: str, **memory: Any) -> dict[str, Any]:
     return {**load_plan(plan).to_dict(), "memory": memory}
 
 
+MIXED = {
+    "mesh": {"data": 2, "ring": 2},
+    "strategies": {"data": {}, "ring": {}, "fsdp": {"mixed_precision": "bf16"}},
+}
+
 PLANS: list[tuple[Any, str]] = [
     ("data_2+usp_2x2", "bf16"),
     ("usp_2x2+megatron_sp_2", "bf16"),
     ("megatron_sp_8", "bf16"),
     (with_memory("ring_2_allgather+megatron_sp_2", checkpoint="block"), "fp32"),
     (with_memory("data_2+ulysses_2+megatron_sp_2+fsdp", checkpoint="selective"), "fp32"),
+    (MIXED, "bf16"),
+    (MIXED, "fp32"),
 ]
 
 
