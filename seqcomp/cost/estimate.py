@@ -130,7 +130,7 @@ def estimate(
     if plan.world_size > cluster.gpus:
         raise PlanError(_too_many(plan, cluster))
     whole = padded(plan, model, run)
-    sent = workload_of(plan, model, whole) if work is None else work
+    sent = workload_of(plan, model, run) if work is None else work
     parts = tuple(_passes(plan, model, cluster, whole, sent))
     exposed: dict[str, float] = {}
     for count, timeline in parts:
@@ -143,7 +143,7 @@ def estimate(
     flops = flops_of(plan, model, run)
     most = peak_of(cluster.device, dtype_of(plan, run)[0]) * plan.world_size
     hours = step * plan.world_size / 3600
-    findings = [*_of_plan(plan, run), *_left_out(plan, model)]
+    findings = [*_of_plan(plan, run), *left_out(plan, model)]
     if advise:
         findings += [*uneven(plan, model, run), *dense_masks(plan, model, run)]
     if peak > cluster.device.memory and advise:
@@ -217,7 +217,7 @@ def _of_plan(plan: ResolvedPlan, run: Run) -> Iterator[Diagnostic]:
     yield from (f for f in plan.findings if run.packed is None or f.code not in BY_CAUSAL_MASKS)
 
 
-def _left_out(plan: ResolvedPlan, model: ModelShape) -> Iterator[Diagnostic]:
+def left_out(plan: ResolvedPlan, model: ModelShape) -> Iterator[Diagnostic]:
     """SC417: what the plan says and the estimate takes no account of."""
     fsdp = plan.plan.strategies.fsdp
     offloads = plan.plan.memory.offload != "none" or (fsdp and fsdp.offload != "none")

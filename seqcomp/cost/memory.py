@@ -40,10 +40,10 @@ class HeldRow:
 
 def memory_rows(plan: ResolvedPlan, model: ModelShape, run: Run) -> tuple[HeldRow, ...]:
     """What is there at once when most is; rows add up to the peak."""
-    run, width = padded(plan, model, run), widths_of(plan, run)
+    given, run, width = run.seq_len, padded(plan, model, run), widths_of(plan, run)
     rows = [*_state(plan, model, width, run)]
     if run.trains:
-        rows += _activations(plan, model, width, run)
+        rows += _activations(plan, model, width, run, given)
     else:
         rows.append(HeldRow("keys and values", cache_bytes(plan, model, run), "of all layers"))
         rows.append(HeldRow("working layer", round(_working(plan, model, width, run))))
@@ -99,6 +99,8 @@ def _state(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> It
     fsdp = plan.plan.strategies.fsdp
     host = fsdp is not None and fsdp.offload == "cpu"
     note = f"shards of 1/{ways}" if ways > 1 else ""
+    if fsdp is not None and fsdp.mixed_precision != "none":
+        note += f"{', ' if note else ''}kept in {run.dtype}"
     yield HeldRow("parameters", held, note, host)
     if run.trains:
         yield HeldRow("gradients", held, "as the parameters", host)
@@ -121,7 +123,7 @@ def block_parameters(block: Block, tensor: int) -> int:
 
 
 def _activations(
-    plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run
+    plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run, given: int
 ) -> Iterator[HeldRow]:
     memory, tokens = plan.plan.memory, local_tokens(plan, run)
     checkpoint = memory.checkpoint
@@ -136,7 +138,7 @@ def _activations(
     ends = model.ends.of(e) + logits
     yield HeldRow("saved outside of blocks", round(tokens * ends), "embedding, head and loss")
     if outputs_of(plan) == "full" and model.vocab:
-        size = run.batch * run.seq_len * model.vocab * e
+        size = run.batch * given * model.vocab * e  # without what fills the sequence up
         yield HeldRow("output logits", size, "whole on every rank; outputs: {logits: drop}")
     # The gradient of logits, in fp32 and as logits are; chunks make the logits then, too.
     each = (4 + e) + (model.logits_saved + e if chunks > 1 else 0)
@@ -216,6 +218,8 @@ def kept_of(
             kept -= tokens * e * before
     elif t > block.kv_heads and not keeps:
         kept += (group - tokens) * e * shape.kv_heads * shape.kv_head  # made whole, then sliced
+    if block.key_norm is not None and t > block.kv_heads and not keeps:
+        kept += (group - tokens) * block.key_norm.kept.of(e)
     if block.latent is not None and t > 1 and not keeps:
         kept += 2 * (group - tokens) * e * block.latent.rotary  # gathered, and turned
     if keeps and t > 1:

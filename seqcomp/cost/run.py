@@ -20,8 +20,9 @@ MOST = 1 << 40
 class Run:
     """``seq_len``: full length in tokens. ``batch``: sequences on each data rank.
 
-    ``dtype``: of weights and activations. ``mode``: "train" is forward, backward and AdamW;
-    "prefill" a forward that keeps keys and values and gives the logits of the last token.
+    ``dtype``: of weights and, but for mixed precision, activations. ``mode``: "train" is forward,
+    backward and AdamW; "prefill" a forward that keeps keys and values and gives the logits of the
+    last token.
     ``documents``: lengths of those that every sequence packs, one behind the other; attention stays
     within each. None: a sequence is one.
 

@@ -82,6 +82,16 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyNorm:
+    """A norm of the keys of each head: what autograd keeps of a token's keys of all KV heads, and
+    whether it has a weight. More tensor ranks than KV heads have all keys whole; a weight makes
+    each of them scale those of its own tokens, which are gathered then."""
+
+    kept: Bytes
+    weighted: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """``count`` equal blocks: attention and an MLP (``mlp_width`` 0: none).
 
@@ -90,7 +100,8 @@ class Block:
     experts, which tensor ranks run whole on tokens of their own. ``scores``: numbers that autograd
     keeps of each head and pair of positions, where no fused kernel has such attention (softcaps,
     sinks) and neither a ring nor ulysses, which attend in tiles, takes its place. ``ends_in_norm``:
-    its backward needs what its last sum over tensor ranks gave.
+    its backward needs what its last sum over tensor ranks gave. ``key_norm``: behind the
+    projection to keys.
     """
 
     count: int
@@ -110,6 +121,7 @@ class Block:
     scores: int = 0
     latent: Latent | None = None
     ends_in_norm: bool = False
+    key_norm: KeyNorm | None = None
 
     def attention_matrices(self, hidden: int) -> int:
         """Parameters of the projections to queries and of the output."""

@@ -52,11 +52,9 @@ def dtype_of(plan: ResolvedPlan, run: Run) -> tuple[str, int]:
 
 
 def widths_of(plan: ResolvedPlan, run: Run) -> Widths:
-    """Under ``fsdp: mixed_precision`` weights are kept in fp32 at least."""
+    """``fsdp: mixed_precision`` keeps weights in the dtype that the model has."""
     computes = dtype_of(plan, run)[1]
-    fsdp = plan.plan.strategies.fsdp
-    wide = fsdp is not None and fsdp.mixed_precision != "none"
-    return Widths(computes, max(run.element_bytes, 4) if wide else run.element_bytes, computes)
+    return Widths(computes, run.element_bytes, computes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +92,9 @@ class Workload:
 
 def workload_of(plan: ResolvedPlan, model: ModelShape, run: Run) -> Workload:
     """Of a training step, or of a prefill: then forward alone, and no logits are gathered."""
-    run = padded(plan, model, run)
+    given, run = run.seq_len, padded(plan, model, run)
     blocks = tuple(_block(plan, model, block, run) for block in model.blocks)
-    found = Workload(blocks, tuple(_ends(plan, model, run)))
+    found = Workload(blocks, tuple(_ends(plan, model, run, given)))
     return found if run.trains else _forward(found)
 
 
@@ -121,12 +119,14 @@ def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> Blo
     shape = block.attention(run.batch, run.seq_len, width.activation, model.hidden)
     tensor = _tensor(plan, block, shape)
     attention = attention_of(plan, model, block, run, layout_of(plan, model, run))
+    keys = tuple(_of_keys(plan, block, shape))
     checkpoint = plan.plan.memory.checkpoint
     again: tuple[CommStep, ...] = ()
     if run.trains and checkpoint != "none":
         keeps = checkpoint == "selective"
         tensor, again = _again(tensor, attention, keeps=keeps, whole=block.ends_in_norm)
-    return BlockSteps(tensor, attention, again, _of_parameters(plan, block, width, run))
+        again += tuple(replace(s, phase="backward") for s in keys if s.phase == "forward")
+    return BlockSteps(tensor, (*attention, *keys), again, _of_parameters(plan, block, width, run))
 
 
 def attention_of(
@@ -158,6 +158,18 @@ def _tensor(plan: ResolvedPlan, block: Block, shape: AttentionShape) -> tuple[Co
     if block.token_local:
         return into, scatter, back, again, out
     return into, gather, scatter, scatter, back, back, back, again, give, out
+
+
+def _of_keys(plan: ResolvedPlan, block: Block, shape: AttentionShape) -> Iterator[CommStep]:
+    """Keys that tensor ranks scale by tokens; on sequence ranks the tokens are shared already."""
+    t, norm = plan.tensor_size, block.key_norm
+    if norm is None or not norm.weighted or t <= block.kv_heads or plan.sequence_size > t:
+        return
+    sent = shape.kv_heads * shape.head_dim * shape.element_bytes
+    sent *= (t - 1) * shape.batch * shape.length // t
+    axis = plan.tensor_axis or "tensor"
+    yield CommStep("all_gather", axis, sent, 1, "forward", False)
+    yield CommStep("reduce_scatter", axis, sent, 1, "backward", False)
 
 
 def _of_one(step: CommStep) -> CommStep:
@@ -266,7 +278,10 @@ def sharding(plan: ResolvedPlan) -> tuple[tuple[str, ...], tuple[str, ...]]:
 # --- embedding, head, loss -------------------------------------------------------------------
 
 
-def _ends(plan: ResolvedPlan, model: ModelShape, run: Run) -> Iterator[tuple[str, CommStep]]:
+def _ends(
+    plan: ResolvedPlan, model: ModelShape, run: Run, given: int
+) -> Iterator[tuple[str, CommStep]]:
+    """given: length of the sequence without what fills it up."""
     width = widths_of(plan, run)
     t, axis = plan.tensor_size, plan.tensor_axis or "tensor"
     tokens = run.batch * run.seq_len // (plan.ring_size * plan.ulysses_size)
@@ -283,7 +298,8 @@ def _ends(plan: ResolvedPlan, model: ModelShape, run: Run) -> Iterator[tuple[str
         for step in _loss(plan, tokens):
             yield "loss", step
         if outputs_of(plan) == "full":
-            for step in _gathered_logits(plan, tokens * model.vocab * width.activation):
+            whole = run.batch * given * model.vocab * width.activation
+            for step in _gathered_logits(plan, tokens * model.vocab * width.activation, whole):
                 yield "logits", step
     if run.trains and not model.vocab:
         yield from _gathered_states(plan, run.batch * run.seq_len * model.hidden * width.activation)
@@ -329,8 +345,9 @@ def _loss(plan: ResolvedPlan, tokens: int) -> Iterator[CommStep]:
             yield CommStep("all_reduce", "+".join(axes), sent, 1, "forward", False)
 
 
-def _gathered_logits(plan: ResolvedPlan, size: int) -> Iterator[CommStep]:
-    """Over ring and ulysses, then over the vocabulary; ``size``: of a tensor group's tokens."""
+def _gathered_logits(plan: ResolvedPlan, size: int, whole: int) -> Iterator[CommStep]:
+    """Over ring and ulysses, then over the vocabulary; ``size``: of a tensor group's tokens,
+    ``whole``: of all but those that fill the sequence up, which are cut off in between."""
     axes = tuple(
         a
         for a, n in plan.axes.items()
@@ -341,7 +358,7 @@ def _gathered_logits(plan: ResolvedPlan, size: int) -> Iterator[CommStep]:
     if degree > 1:
         yield CommStep(kind, "+".join(axes), (degree - 1) * (size // t), 1, "forward", False)
     if t > 1:
-        sent = (t - 1) * degree * (size // t)
+        sent = (t - 1) * (whole // t)
         yield CommStep(kind, plan.tensor_axis or "tensor", sent, 1, "forward", False)
 
 

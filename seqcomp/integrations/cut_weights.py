@@ -11,6 +11,8 @@ from torch.fx import Node
 from seqcomp.capture.edit import module_path, op_name
 from seqcomp.capture.export import Capture
 from seqcomp.capture.recognise import AttentionInfo
+from seqcomp.cost.shape import Bytes, KeyNorm
+from seqcomp.placement.features import is_linear
 from seqcomp.placement.megatron import TensorPlan, plan_tensor_axis
 
 _PASSES = ("add", "view", "reshape", "_to_copy", "to", "clone", "contiguous", "dropout",
@@ -50,6 +52,34 @@ def cut_weights(
     alone = (f.where.partition(":")[0] for f in plan.findings if f.code == "SC405")
     inside = [where for where in alone if _within(where, blocks)]
     return CutWeights(whole, tuple(inside), tuple(_rows(capture, plan, blocks)))
+
+
+def key_norms(capture: Capture) -> dict[str, KeyNorm]:
+    """By attention, the norm between the projection to keys and it; without one it is not named."""
+    found: dict[str, KeyNorm] = {}
+    for node in (n for n in capture.graph.nodes if op_name(n) == "attention"):
+        info: AttentionInfo = node.meta["attention"]
+        before, heads = set(_before(node.args[1], capture)), info.kv_heads
+        names = {op_name(n) for n in before}
+        weighted = any(n.name in capture.parameters for n in before)
+        if "aten.rsqrt" in names:  # written out: keys in fp32, their scale, the scaled copy
+            kept = Bytes(heads * (4 * info.head_dim + 4), heads * info.head_dim)
+            found[info.where] = KeyNorm(kept, weighted)
+        elif names & {"aten.rms_norm", "aten.layer_norm"}:
+            found[info.where] = KeyNorm(Bytes(4 * heads, heads * info.head_dim), weighted)
+    return found
+
+
+def _before(node: Node, capture: Capture) -> Iterator[Node]:
+    """What stands between linears and a value, and the value."""
+    work, seen = [node], {node}
+    while work:
+        item = work.pop()
+        if not is_linear(item, capture):
+            yield item
+            new = [n for n in item.all_input_nodes if n not in seen]
+            work += new
+            seen.update(new)
 
 
 def _within(path: str, blocks: Sequence[str]) -> str | None:

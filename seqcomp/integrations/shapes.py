@@ -56,7 +56,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     from seqcomp.capture.blocks import blocks_of
     from seqcomp.capture.example import example_call
     from seqcomp.capture.facts import attentions_of, facts_of
-    from seqcomp.integrations.cut_weights import cut_weights
+    from seqcomp.integrations.cut_weights import cut_weights, key_norms
     from seqcomp.integrations.models import build_model
 
     module = build_model(model) if isinstance(model, str) else model
@@ -71,6 +71,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
     with _alone(module, paths[0]) if alike else nullcontext():
         capture, infos = attentions_of(module)
         facts = facts_of(capture, infos, module)
+        normed = key_norms(capture)
         cut = cut_weights(capture, infos, paths)
     inside = {
         path: infos[:1] if alike else [i for i in infos if f"{i.where}.".startswith(f"{path}.")]
@@ -96,7 +97,11 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         at = f"{paths[0] if alike else path}."
         own = {name.removeprefix(at) for name in cut.whole if name.startswith(at)}
         kind = _kind(module.get_submodule(path), inside[path][0], sizes.hidden, config, own)
-        kind = replace(kind, ends_in_norm=cut.ends_in_norm(at[:-1]))
+        kind = replace(
+            kind,
+            ends_in_norm=cut.ends_in_norm(at[:-1]),
+            key_norm=normed.get(inside[path][0].where),
+        )
         groups.setdefault(kind, []).append(path)
     blocks, ends = [], Bytes(0, 0)
     for kind, members in groups.items():
@@ -149,31 +154,29 @@ class _Sizes:
 
     @classmethod
     def of(cls, module: nn.Module, paths: Sequence[str], facts: ModelFacts) -> _Sizes:
+        from seqcomp.integrations.vocabulary import Vocabulary
+
         inside = {id(p) for path in paths for p in module.get_submodule(path).parameters()}
         rest = [p for p in module.parameters() if id(p) not in inside]
         hidden, vocab = facts.hidden, facts.vocab or 0
-        words = sum(tuple(p.shape) == (vocab, hidden) for p in rest)
-        return cls(
-            hidden=hidden,
-            vocab=vocab,
-            embedding=vocab * hidden if words else 0,
-            head=vocab * hidden * max(words - 1, 0),
-            other=sum(p.numel() for p in rest) - vocab * hidden * words,
-        )
+        embedding, head = Vocabulary.of(module, vocab, hidden).among(iter(rest))
+        other = sum(p.numel() for p in rest) - embedding - head
+        return cls(hidden=hidden, vocab=vocab, embedding=embedding, head=head, other=other)
 
 
 def _apart(module: nn.Module, paths: Sequence[str], sizes: _Sizes) -> Iterator[Apart]:
     """Large embeddings and linears outside of the blocks."""
     from torch import nn
 
+    from seqcomp.integrations.vocabulary import Vocabulary
     from seqcomp.lowering.fsdp_units import candidates
 
+    vocabulary = Vocabulary.of(module, sizes.vocab, sizes.hidden)
     for path in candidates(module):
         if path in paths:
             continue
         part = module.get_submodule(path)
-        shapes = [tuple(p.shape) for p in part.parameters()]
-        words = sizes.vocab * sizes.hidden * shapes.count((sizes.vocab, sizes.hidden))
+        words = sum(vocabulary.among(part.parameters()))
         other = sum(p.numel() for p in part.parameters()) - words
         yield Apart(words, other, first=isinstance(part, nn.Embedding))
 

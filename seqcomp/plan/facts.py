@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AttentionFacts:
-    """One attention: its module path, heads, and a short name of its mask (full, causal, ...)."""
+    """One attention: its module path, heads, and a short name of its mask: full, causal, window,
+    data where it depends on inputs, other where it is not known."""
 
     where: str
     heads: int

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from seqcomp.diagnostics import Diagnostic, diagnostic
 from seqcomp.layout.heads import head_map
 from seqcomp.plan.axes import degree, owned_axes
-from seqcomp.plan.facts import ModelFacts
+from seqcomp.plan.facts import AttentionFacts, ModelFacts
 from seqcomp.plan.legality import (
     divisors,
     head_degrees,
@@ -239,7 +239,7 @@ def layout_suits(plan: Plan, facts: ModelFacts, seq_len: int | None) -> Found:
         return
     layout = plan.strategies.ring.layout
     where = plan.where("strategies", "ring", "layout")
-    if layout in ("zigzag", "striped") and not any(item.causal for item in facts.attentions):
+    if layout in ("zigzag", "striped") and not any(_may_be_causal(a) for a in facts.attentions):
         yield diagnostic(
             "SC208",
             where=where,
@@ -266,6 +266,11 @@ def layout_suits(plan: Plan, facts: ModelFacts, seq_len: int | None) -> Found:
             legal=("zigzag", "striped"),
             help=advice,
         )
+
+
+def _may_be_causal(item: AttentionFacts) -> bool:
+    """Masks that depend on data may be, as those of packed documents are."""
+    return item.causal or item.mask in ("data", "other")
 
 
 def attention_exists(plan: Plan, facts: ModelFacts) -> Found:

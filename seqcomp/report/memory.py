@@ -191,7 +191,9 @@ class _Count:
                 return saved_by_mlp(node, op, self._values)
             case ops.Attention():
                 return self._attention(node, self._resolved.ulysses_size)
-        return self._attention(node, 1) if is_fused(node, self._values) else {}
+        if is_fused(node, self._values):
+            return self._attention(node, 1) | self._added(node)
+        return {}
 
     def kept_of(self, rerun: Rerun) -> Bytes:
         """The inputs of a call, and what it keeps of its first run."""
@@ -213,12 +215,25 @@ class _Count:
             elif "attention" in node.meta:
                 given = storages(self._values[x] for x in node.all_input_nodes)
                 fused = is_fused(node, self._values)
-                own = self._attention(node, 1) if fused else storages(self._saved.get(node, ()))
+                own = self._attention(node, 1) if fused else self._given_by(node)
                 found |= {k: v for k, v in own.items() if k not in given}
         return self._new(found)
 
     def _new(self, found: Bytes) -> Bytes:
         return {key: size for key, size in found.items() if key not in self.known}
+
+    def _given_by(self, node: Node) -> Bytes:
+        """What attention saves, without a mask that it adds, which no kernel gives."""
+        mask, written = operands(node, self._values)[3], node.meta["attention"].written
+        pairs = mask.shape[-2:] if isinstance(mask, Tensor) and not written else None
+        return storages(x for x in self._saved.get(node, ()) if x.shape[-2:] != pairs)
+
+    def _added(self, node: Node) -> Bytes:
+        """A mask of all pairs as kernels add it: of a boolean one each call makes its own."""
+        q, _, _, mask = operands(node, self._values)[:4]
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+            return {(node, "mask"): mask.numel() * q.element_size()}
+        return storages([mask])
 
     def _attention(self, node: Node, degree: int) -> Bytes:
         """Queries, keys, values, the output and its log-sum-exp, of the heads of this rank."""

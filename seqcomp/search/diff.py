@@ -9,7 +9,7 @@ from typing import Any, Literal
 from seqcomp.cost.estimate import Estimate, estimate
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
-from seqcomp.cost.workload import padded, workload_of
+from seqcomp.cost.workload import workload_of
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.plan.schema import Plan
@@ -102,7 +102,7 @@ def _each(
 
 def bytes_by_axis(plan: ResolvedPlan, model: ModelShape, run: Run) -> dict[str, int]:
     """Bytes that one rank sends in one step, by axis (several joined by +)."""
-    work = workload_of(plan, model, padded(plan, model, run))
+    work = workload_of(plan, model, run)
     found: dict[str, int] = {}
     steps = [
         (block.count, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from seqcomp.cost.balance import uneven
 from seqcomp.cost.estimate import Estimate
@@ -19,7 +20,8 @@ FULL = 0.95
 
 
 def notes_of(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Iterator[Diagnostic]:
-    """SC421, SC422: what is left out, what was not tried; SC423, SC424, SC418, SC412: the best."""
+    """SC421, SC422: what is left out, what was not tried; SC417: of what is ranked; SC423,
+    SC424, SC418, SC412: the best."""
     best = ranked[0]
     cluster = pricer.cluster
     yield diagnostic(
@@ -38,6 +40,8 @@ def notes_of(ranked: tuple[Ranked[Estimate], ...], pricer: Pricer) -> Iterator[D
         "not asked either",
         help="seqcomp explain PLAN --model M compiles it without GPUs",
     )
+    left = [f for item in ranked for f in item.price.findings if f.code == "SC417"]
+    yield from {f.message: replace(f, where="search") for f in left}.values()
     first, *others = [item.price.step_seconds for item in ranked]
     close = [item for item, t in zip(ranked[1:], others, strict=True) if t < first * (1 + CLOSE)]
     if close:

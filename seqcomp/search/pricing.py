@@ -9,7 +9,7 @@ from seqcomp.cost.estimate import Estimate, estimate
 from seqcomp.cost.memory import memory_rows, peak_bytes
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
-from seqcomp.cost.workload import padded, workload_of
+from seqcomp.cost.workload import workload_of
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.frozenmap import FrozenMap
 from seqcomp.plan.resolve import ResolvedPlan, resolve
@@ -116,7 +116,7 @@ class Bounded:
         free = tuple(axis for axis in composition.order if axis != "tensor")
         pricer, light = self.pricer, replace(composition, fsdp=free, checkpoint=level)
         plan, run = pricer.resolved(light), pricer.run_of(light)
-        work = without_parameters(workload_of(plan, pricer.model, padded(plan, pricer.model, run)))
+        work = without_parameters(workload_of(plan, pricer.model, run))
         found = estimate(plan, pricer.model, cluster, run, advise=False, work=work)
         return found.step_seconds
 

@@ -17,6 +17,7 @@ from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block, ModelShape
 from seqcomp.cost.unfused import Written, written
 from seqcomp.hardware.cluster import Cluster
+from seqcomp.integrations.explain import explain
 from seqcomp.runtime.attention import math_kernel
 from tests.fixtures.pricing import SMALL, held, ideal, masked, planned, priced
 
@@ -125,12 +126,15 @@ def test_masks_of_windows_are_held_as_torch_keeps_them() -> None:
     transformers = pytest.importorskip("transformers")
     length, batch, layers = 128, 2, 2
 
-    def masks(window: int | None) -> int:
+    def made(window: int | None) -> torch.nn.Module:
         config = transformers.MistralConfig(
             hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, vocab_size=64,
             num_key_value_heads=4, intermediate_size=48, sliding_window=window,
         )  # fmt: skip
-        model = transformers.MistralForCausalLM(config).to(torch.bfloat16)
+        return transformers.MistralForCausalLM(config).to(torch.bfloat16)
+
+    def masks(window: int | None) -> int:
+        model = made(window)
         kept: dict[int, int] = {}
 
         def keep(x: torch.Tensor) -> torch.Tensor:
@@ -158,3 +162,10 @@ def test_masks_of_windows_are_held_as_torch_keeps_them() -> None:
         batch * length**2
     )
     assert "masks of windows" not in held(priced("ulysses_4", WINDOW))
+
+    def explained(window: int | None, *, meta: bool = False) -> int:
+        model = made(window).to("meta") if meta else made(window)
+        report = explain(model, "data_2", seq_len=length, batch=batch)
+        return next(r.bytes for r in report.footprint if r.what == "saved activations")
+
+    assert explained(16) == explained(16, meta=True) == explained(None) + masks(16)

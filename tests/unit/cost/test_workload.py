@@ -13,7 +13,7 @@ from seqcomp.cost import decoder, memory
 from seqcomp.cost.memory import made_again, memory_rows
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
-from seqcomp.cost.workload import widths_of, workload_of
+from seqcomp.cost.workload import padded, widths_of, workload_of
 from seqcomp.integrations.models import build_model
 from seqcomp.integrations.shapes import _apart, _Sizes
 from seqcomp.lowering import fsdp_units
@@ -34,12 +34,19 @@ def with_memory(plan: str, **memory: Any) -> dict[str, Any]:
     return {**load_plan(plan).to_dict(), "memory": memory}
 
 
+MIXED = {
+    "mesh": {"data": 2, "ring": 2},
+    "strategies": {"data": {}, "ring": {}, "fsdp": {"mixed_precision": "bf16"}},
+}
+
 PLANS: list[tuple[Any, str]] = [
     ("data_2+usp_2x2", "bf16"),
     ("usp_2x2+megatron_sp_2", "bf16"),
     ("megatron_sp_8", "bf16"),
     (with_memory("ring_2_allgather+megatron_sp_2", checkpoint="block"), "fp32"),
     (with_memory("data_2+ulysses_2+megatron_sp_2+fsdp", checkpoint="selective"), "fp32"),
+    (MIXED, "bf16"),
+    (MIXED, "fp32"),
 ]
 
 
@@ -66,6 +73,24 @@ def test_as_explained(plan: Any, dtype: str) -> None:
         assert held.get(what) == said.get(what)
     # Beside the moments torch counts steps, of each parameter.
     assert held["optimizer state"] == pytest.approx(said["optimizer state"], abs=4 * 21)
+
+
+def test_logits_are_given_without_padding() -> None:
+    """It is cut off behind the gather over the sequence, before the one over the vocabulary."""
+    plan = {**load_plan("ring_2+megatron_sp_2").to_dict(), "padding": "pad"}
+    report = seqcomp.explain(LLAMA, plan, seq_len=S - 3, batch=2, dtype="bf16")
+    resolved, run = planned(plan, SHAPE, S - 3), Run(S - 3, 2)
+    assert padded(resolved, SHAPE, run).seq_len == S
+    work = workload_of(resolved, SHAPE, run)
+    for phase in ("forward", "backward"):
+        assert work.bytes_sent(SHAPE, phase) == report.bytes_sent(phase)  # type: ignore[arg-type]
+    steps = [s for where, s in work.ends if where == "logits"]
+    assert sent(steps) == sent(r for r in report.comm if r.module == "logits")
+    said, held = (
+        next(r.bytes for r in rows if r.what == "output logits")
+        for rows in (report.footprint, memory_rows(resolved, SHAPE, run))
+    )
+    assert held == said
 
 
 def sent(rows: Iterable[Any]) -> Sent:

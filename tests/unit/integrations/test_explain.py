@@ -20,6 +20,7 @@ from seqcomp.strategies.base import AttentionShape, attention_flops
 from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import plans
 from tests.fixtures.again import loss_of, with_memory
+from tests.fixtures.documents import build_kind, packed
 from tests.fixtures.lockstep import reported
 from tests.fixtures.models import M0, Spec, build, inputs
 from tests.fixtures.work import work_of
@@ -191,6 +192,17 @@ def test_dtype_is_that_of_weights_and_activations() -> None:
     assert [row.dtype for row in narrow.kernels] == ["bfloat16"]
     own = [sum(r.bytes_sent for r in x.comm if r.kind == "all_to_all") for x in (narrow, wide)]
     assert own[1] == 4 * own[0] > 0
+
+
+@pytest.mark.parametrize("kind", ["segments", "bool"])
+def test_packed_documents_are_balanced_as_causal(kind: str) -> None:
+    """Nobody knows their mask before the call: a balanced layout is not said to bring nothing."""
+    report = seqcomp.explain(
+        build_kind(kind), "ring_2_zigzag", seq_len=16, batch=2, example_inputs=packed(kind)
+    )
+    assert "SC208" not in [finding.code for finding in report.findings]
+    bidirectional = seqcomp.explain(build(Spec(causal=(False, False))), "ring_2_zigzag", seq_len=16)
+    assert "SC208" in [finding.code for finding in bidirectional.findings]
 
 
 def test_experts_run_by_a_kernel_that_insists_on_strides() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from seqcomp.capture.facts import attentions_of
@@ -15,6 +16,7 @@ from seqcomp.integrations.cut_weights import cut_weights
 from seqcomp.integrations.explain import explain
 from seqcomp.integrations.models import build_model
 from seqcomp.integrations.shapes import model_shape, read_shape
+from seqcomp.integrations.vocabulary import Vocabulary
 from seqcomp.plan.load import load_plan
 from seqcomp.plan.resolve import resolve
 from tests.fixtures.models import Spec, build
@@ -194,6 +196,68 @@ def test_weights_that_stay_whole_are_held_whole(spec: str) -> None:
     rows = {row.what: row.bytes for row in memory_rows(plan, shape, Run(64))}
     assert rows["parameters"] == held["parameters"]
     assert workload_of(plan, shape, Run(64)).bytes_sent(shape) == report.bytes_sent()
+
+
+QWEN = (
+    "hf:Qwen3ForCausalLM?hidden_size=64&num_hidden_layers=1&num_attention_heads=8&vocab_size=64&"
+    "num_key_value_heads=2&head_dim=16&intermediate_size=96"
+)
+
+
+def test_norms_of_keys_that_every_tensor_rank_makes() -> None:
+    """Beyond the KV heads keys are projected whole, scaled by tokens and gathered again; tables of
+    positions, whole on every rank, are what is missing."""
+    shape, length = model_shape(QWEN), 256
+    again = {**load_plan("megatron_sp_4").to_dict(), "memory": {"checkpoint": "selective"}}
+    plans = (("megatron_sp_4", "bf16"), ("megatron_sp_8", "fp32"), (again, "bf16"),
+             ("ring_2+megatron_sp_4", "bf16"))  # fmt: skip
+    for name, dtype in plans:
+        report = explain(QWEN, name, seq_len=length, dtype=dtype)
+        plan = resolve(load_plan(name), shape.facts, seq_len=length)
+        run = Run(length, dtype=dtype)
+        for phase in ("forward", "backward"):
+            assert workload_of(plan, shape, run).bytes_sent(shape, phase) == (
+                report.bytes_sent(phase)
+            )
+        rows = {row.what: row.bytes for row in memory_rows(plan, shape, run)}
+        held = {row.what: row.bytes for row in report.footprint}["saved activations"]
+        ours = rows["saved activations"] + rows["saved outside of blocks"]
+        assert name is again or ours == pytest.approx(held, rel=0.05)
+
+
+SQUARE = BIASED.replace("vocab_size=64", "vocab_size=128")
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_a_table_of_positions_is_no_head(tied: str) -> None:
+    """128 of them, as words: they are whole on every tensor rank."""
+    spec = f"{SQUARE}&tie_word_embeddings={tied}"
+    shape = model_shape(spec)
+    assert (shape.embedding, shape.tied) == (128 * 32, tied == "true")
+    assert shape.head == (0 if shape.tied else 128 * 32)
+    assert shape.other == 128 * 32 + 2 * 32  # and the last norm
+    report = explain(spec, "megatron_sp_4", seq_len=64, dtype="bf16")
+    held = {row.what: row.bytes for row in report.footprint}
+    plan = resolve(load_plan("megatron_sp_4"), shape.facts, seq_len=64)
+    rows = {row.what: row.bytes for row in memory_rows(plan, shape, Run(64))}
+    assert rows["parameters"] == held["parameters"]
+    assert workload_of(plan, shape, Run(64)).bytes_sent(shape) == report.bytes_sent()
+
+
+def test_of_a_plain_module_linears_are_heads() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.words = nn.Parameter(torch.ones(8, 4)), nn.Embedding(8, 4)
+            self.head = nn.Linear(4, 8, bias=False)
+
+    module = Plain()
+    found = Vocabulary.of(module, 8, 4)
+    assert found.embedding is module.words.weight
+    assert [id(p) for p in found.heads] == [id(module.head.weight)]
+    assert found.among(module.parameters()) == (32, 32)
+    module.head.weight = module.words.weight
+    assert Vocabulary.of(module, 8, 4).among(module.parameters()) == (32, 0)
 
 
 def test_what_has_no_partner_is_known() -> None:

@@ -16,9 +16,10 @@ from seqcomp.plan.rules import check_plan
 from seqcomp.plan.schema import Plan
 
 
-def facts(heads: int = 32, kv: int = 8, *, causal: bool = True, **more: Any) -> ModelFacts:
+def facts(heads: int = 32, kv: int = 8, *, mask: str = "causal", **more: Any) -> ModelFacts:
     attentions = tuple(
-        AttentionFacts(f"model.layers.{i}.self_attn", heads, kv, 128, causal) for i in range(2)
+        AttentionFacts(f"model.layers.{i}.self_attn", heads, kv, 128, mask == "causal", mask)
+        for i in range(2)
     )
     return ModelFacts(attentions, hidden=heads * 128, mlp_width=14336, layers=2, **more)
 
@@ -183,12 +184,14 @@ def test_balance_is_a_warning_never_an_error() -> None:
     item = only(check_plan(contiguous, facts()), "SC207")
     assert item.severity == "warning"
     assert "7 times" in item.message
-    assert codes(check_plan(contiguous, facts(causal=False))) == []
+    assert codes(check_plan(contiguous, facts(mask="full"))) == []
     assert codes(check_plan(load_plan("ring_4"), facts(), seq_len=16)) == []
     item = only(check_plan(load_plan("ring_4"), facts(), seq_len=12), "SC207")
     assert "8 or 16" in str(item.help)
-    note = only(check_plan(load_plan("ring_4_zigzag"), facts(causal=False)), "SC208")
+    note = only(check_plan(load_plan("ring_4_zigzag"), facts(mask="full")), "SC208")
     assert note.severity == "note"
+    for mask in ("data", "other"):  # packed documents are, for all that is known, causal
+        assert codes(check_plan(load_plan("ring_4_zigzag"), facts(mask=mask))) == []
     none = ModelFacts((), hidden=8)
     assert codes(check_plan(load_plan("ring_4"), none)) == ["SC209"]
 

@@ -134,6 +134,18 @@ def test_close_calls_are_said() -> None:
     assert len(note.found) == near
 
 
+def test_what_the_times_leave_out_of_a_model_is_said() -> None:
+    """Linears that tensor ranks leave whole count nowhere: whoever prices such a plan is told."""
+    model = replace(small(4, 2), by_tokens=("layers.0.attn.q",))
+    cluster = machine(2**36, 4)
+    found = search(model, cluster, Run(4096), gpus=4, outputs=DROP)
+    assert any(item.composition.degrees.tensor > 1 for item in found.ranked)
+    (note,) = [n for n in found.notes if n.code == "SC417"]
+    assert "layers.0.attn.q" in note.message
+    plain = search(small(4, 2), cluster, Run(4096), gpus=4, outputs=DROP)
+    assert "SC417" not in {n.code for n in plain.notes}
+
+
 def test_a_plan_that_nearly_fills_the_memory_is_said() -> None:
     roomy = search(small(4, 2), machine(2**36, 2), Run(4096), gpus=2, outputs=DROP)
     peak = roomy.best.price.peak_bytes
