@@ -183,6 +183,16 @@ FUSED = (
 BIASED = "hf:GPT2LMHeadModel?n_embd=32&n_layer=1&n_head=4&vocab_size=64&n_positions=128"
 
 
+def check_weights(spec: str, shape: ModelShape) -> None:
+    """What 4 tensor ranks hold of them, and send."""
+    report = explain(spec, "megatron_sp_4", seq_len=64, dtype="bf16")
+    held = {row.what: row.bytes for row in report.footprint}
+    plan = resolve(load_plan("megatron_sp_4"), shape.facts, seq_len=64)
+    rows = {row.what: row.bytes for row in memory_rows(plan, shape, Run(64))}
+    assert rows["parameters"] == held["parameters"]
+    assert workload_of(plan, shape, Run(64)).bytes_sent(shape) == report.bytes_sent()
+
+
 @pytest.mark.parametrize("spec", [FUSED, BIASED], ids=["phi3", "gpt2"])
 def test_weights_that_stay_whole_are_held_whole(spec: str) -> None:
     """Of fused weights the work alone is divided: they are held, and their gradients summed, by
@@ -190,12 +200,7 @@ def test_weights_that_stay_whole_are_held_whole(spec: str) -> None:
     shape = model_shape(spec)
     (block,) = shape.blocks
     assert block.parameters.fused > 0
-    report = explain(spec, "megatron_sp_4", seq_len=64, dtype="bf16")
-    held = {row.what: row.bytes for row in report.footprint}
-    plan = resolve(load_plan("megatron_sp_4"), shape.facts, seq_len=64)
-    rows = {row.what: row.bytes for row in memory_rows(plan, shape, Run(64))}
-    assert rows["parameters"] == held["parameters"]
-    assert workload_of(plan, shape, Run(64)).bytes_sent(shape) == report.bytes_sent()
+    check_weights(spec, shape)
 
 
 QWEN = (
@@ -236,12 +241,7 @@ def test_a_table_of_positions_is_no_head(tied: str) -> None:
     assert (shape.embedding, shape.tied) == (128 * 32, tied == "true")
     assert shape.head == (0 if shape.tied else 128 * 32)
     assert shape.other == 128 * 32 + 2 * 32  # and the last norm
-    report = explain(spec, "megatron_sp_4", seq_len=64, dtype="bf16")
-    held = {row.what: row.bytes for row in report.footprint}
-    plan = resolve(load_plan("megatron_sp_4"), shape.facts, seq_len=64)
-    rows = {row.what: row.bytes for row in memory_rows(plan, shape, Run(64))}
-    assert rows["parameters"] == held["parameters"]
-    assert workload_of(plan, shape, Run(64)).bytes_sent(shape) == report.bytes_sent()
+    check_weights(spec, shape)
 
 
 def test_of_a_plain_module_linears_are_heads() -> None:
