@@ -59,7 +59,7 @@ def test_a_model_of_ones_own(run, tmp_path: Path) -> None:
     path = tmp_path / "best.yaml"
     args = ("--model", M0, "--cluster", "l20", "--seq-len", "4096", "--gpus", "4")
     code, _, err = run("search", *args, "--out", str(path))
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"written to {path}\n")
     assert load_plan(path).memory.loss_chunks == 1, "nobody has said that it has a loss to cut"
     assert run("validate", str(path), "--model", M0, "--world", "4", "--seq-len", "4096")[0] == 0
 
