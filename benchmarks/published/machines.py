@@ -10,8 +10,8 @@ from seqcomp.hardware.load import load_cluster
 
 from . import constants as c
 from .attention import ring_rows, usp_rows
+from .documents import varlen_rows
 from .overlap import overlap_rows
-from .packed import packed_rows
 from .rows import Row
 from .serving import pcie_rows, prefill_rows
 from .training import megatron_rows, other_ways, titan_rows
@@ -88,7 +88,7 @@ def machines() -> Iterator[Machine]:
             "products' share of peak": 0.7,
         },
         [*usp_rows("a100"), *ring_rows("a100"), *megatron_rows()],
-        [*other_ways(), *packed_rows("a100"), *prefill_rows(), *overlap_rows()],
+        [*other_ways(), *varlen_rows("a100"), *prefill_rows(), *overlap_rows()],
         {
             "attention's share of peak": "64K, ring 8, ideal, forward",
             "attention's share of peak, backward": "64K, ring 8, ideal, forward + backward",
@@ -101,7 +101,7 @@ def machines() -> Iterator[Machine]:
         {"attention's share of peak": c.ATTENTION, "a round of a ring, us": c.RING_ROUND},
         {"attention's share of peak": 0.4, "a round of a ring, us": 100},
         [*ring_rows("h800")],
-        [*packed_rows("h800")],
+        [*varlen_rows("h800")],
         {"attention's share of peak, backward": "64K, ring 8, ideal, forward + backward"},
     )
     yield Machine(
