@@ -16,13 +16,14 @@ from torch.fx import Node
 
 from seqcomp.capture.dropout import keyed_dropout_pass
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, place_of
-from seqcomp.capture.einsums import einsums_pass, heads_first_pass
+from seqcomp.capture.einsums import einsums_pass
 from seqcomp.capture.export import Capture
 from seqcomp.capture.flat_heads import flat_heads_pass
 from seqcomp.capture.functional import filled_buffers_pass, functional_pass
 from seqcomp.capture.kinds import DROPOUTS, OTHER_DROPOUTS, VIEWS, is_off, is_pointwise
 from seqcomp.capture.linears import linears_pass
 from seqcomp.capture.losses import mean_loss_pass, shift_labels_pass
+from seqcomp.capture.repeats import heads_first_pass
 from seqcomp.diagnostics import PlanError, diagnostic
 
 aten = torch.ops.aten

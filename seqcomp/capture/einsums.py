@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
+from seqcomp.capture.edit import Editor, op_name
 from seqcomp.capture.export import Capture
 from seqcomp.capture.sizes import Size
 
@@ -50,64 +50,6 @@ def einsums_pass(capture: Capture) -> None:
         new = editor.call(aten.matmul.default, (left, right), before=node)
         made = found.shared + found.rows + found.columns
         editor.replace(node, _in_order(editor, (new, made), found.out, node))
-
-
-def heads_first_pass(capture: Capture) -> None:
-    """Heads [B, S, H, d] that are repeated and then moved are moved and then repeated.
-
-    Grouped queries are recognised by a repetition that comes last.
-    """
-    editor = Editor(capture)
-    for node in list(capture.graph.nodes):
-        order = _order(node) if node.op == "call_function" and is_tensor(node) else None
-        found = _repeated(capture, node.args[0]) if order is not None and len(order) == 4 else None
-        if order is None or found is None:
-            continue
-        source, count, dim = found
-        if order[1] == dim != 1:
-            moved = editor.call(node.target, (source, *node.args[1:]), before=node)
-            again = editor.call(aten.repeat_interleave.self_int, (moved, count, 1), before=node)
-            editor.replace(node, again)
-
-
-def _repeated(capture: Capture, node: Node) -> tuple[Node, int, int] | None:
-    """(source, count, dim) of what repeats each item of a dim."""
-    if not is_tensor(node) or node.op != "call_function":
-        return None
-    if op_name(node) == "aten.repeat_interleave":
-        dim = argument(node, 2, "dim")
-        static = isinstance(node.args[1], int) and dim is not None
-        return (node.args[0], node.args[1], dim % node.meta["val"].ndim) if static else None
-    if op_name(node) not in ("aten.reshape", "aten.view", "aten._unsafe_view", "aten.flatten"):
-        return None
-    wide = node.args[0]
-    if not is_tensor(wide) or op_name(wide) != "aten.expand":
-        return None
-    lifted = wide.args[0]
-    if not is_tensor(lifted) or op_name(lifted) != "aten.unsqueeze":
-        return None
-    source, own = lifted.args[0], capture.shape(lifted.args[0])
-    dim = lifted.args[1] % (len(own) + 1) - 1
-    count = wide.meta["val"].shape[dim + 1]
-    if dim < 0 or not isinstance(count, int):
-        return None
-    before, after = own[: dim + 1], own[dim + 1 :]
-    joined = (*before[:-1], before[-1] * count, *after)
-    is_so = capture.shape(wide) == (*before, count, *after) and capture.shape(node) == joined
-    return (source, count, dim) if is_so else None
-
-
-def _order(node: Node) -> list[int] | None:
-    """The source's dim at each place of a transposition."""
-    name, ndim = op_name(node), node.meta["val"].ndim
-    if name == "aten.permute":
-        return [d % ndim for d in node.args[1]]
-    if name != "aten.transpose":
-        return None
-    order = list(range(ndim))
-    a, b = node.args[1] % ndim, node.args[2] % ndim
-    order[a], order[b] = b, a
-    return order
 
 
 def _read(capture: Capture, node: Node) -> Product | None:

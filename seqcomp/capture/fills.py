@@ -33,12 +33,9 @@ def sum_of(capture: Capture, masks: Sequence[Node | Fill], before: Node) -> Node
             pair = (mask.low, rest) if mask.when else (rest, mask.low)
             total = editor.call(aten.where.self, (mask.condition, *pair), before=before)
         else:
-            total = mask if total is None else _plus(editor, total, mask, before)
+            both = (aten.add.Tensor, (total, mask))
+            total = mask if total is None else editor.call(*both, before=before)
     return total
-
-
-def _plus(editor: Editor, left: Node, right: Node, before: Node) -> Node:
-    return editor.call(aten.add.Tensor, (left, right), before=before)
 
 
 def filled_in(capture: Capture, masks: Sequence[Node | Fill], before: Node) -> Node | None:

@@ -20,11 +20,12 @@ from torch.fx import Node
 
 from seqcomp.capture.dropout import refuse_unread_attention
 from seqcomp.capture.eager import Written, find_eager
-from seqcomp.capture.edit import argument, is_tensor, module_path, op_name
+from seqcomp.capture.edit import argument, module_path, op_name
 from seqcomp.capture.export import Capture
 from seqcomp.capture.flex import find_flex
 from seqcomp.capture.masks import MaskReader
 from seqcomp.capture.pair_masks import PairReader, PairReading
+from seqcomp.capture.repeats import repeated
 from seqcomp.layout.masks import Causal, Full, Mask
 from seqcomp.runtime.attention.pair_dropout import PairDropout
 
@@ -244,40 +245,5 @@ def _read_mask(
 
 def _ungrouped(capture: Capture, node: Node) -> Node | None:
     """The KV tensor [B, Hkv, S, d] behind a repetition to [B, Hq, S, d], if there is one."""
-    if not is_tensor(node) or node.op != "call_function":
-        return None
-    name = op_name(node)
-    if name == "aten.repeat_interleave" and isinstance(node.args[1], int):
-        dim = argument(node, 2, "dim")
-        return node.args[0] if dim in (1, -3) else None
-    if name not in ("aten.reshape", "aten.view", "aten._unsafe_view", "aten.flatten"):
-        return None
-    expand = node.args[0]
-    if is_tensor(expand) and op_name(expand) in ("aten.clone", "aten.contiguous"):
-        expand = expand.args[0]
-    if not is_tensor(expand) or op_name(expand) != "aten.expand":
-        return None
-    lifted = expand.args[0]
-    if not is_tensor(lifted):
-        return None
-    wide, narrow = capture.shape(expand), capture.shape(lifted)
-    if len(wide) != 5 or len(narrow) != 5 or narrow[2] != 1:
-        return None
-    if any(a != b for i, (a, b) in enumerate(zip(wide, narrow, strict=True)) if i != 2):
-        return None
-    out = capture.shape(node)
-    if len(out) != 4 or out[1] != wide[1] * wide[2] or out[2] != wide[3] or out[3] != wide[4]:
-        return None
-    if op_name(lifted) == "aten.unsqueeze" and lifted.args[1] in (2, -3):
-        return lifted.args[0]
-    if op_name(lifted) == "aten.slice":  # x[:, :, None, :, :] traced with whole slices
-        return _ungrouped_source(lifted)
-    return None
-
-
-def _ungrouped_source(node: Node) -> Node | None:
-    while is_tensor(node) and op_name(node) == "aten.slice":
-        node = node.args[0]
-    if is_tensor(node) and op_name(node) == "aten.unsqueeze" and node.args[1] in (2, -3):
-        return node.args[0]
-    return None
+    found = repeated(capture, node)
+    return found.source if found is not None and found.dim == 1 else None

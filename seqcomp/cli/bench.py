@@ -9,13 +9,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from seqcomp.cli.dtypes import Speed
 from seqcomp.cli.options import DebugOption, JsonOption
-from seqcomp.cli.refusal import writable
+from seqcomp.cli.refusal import writable, write
 
 FAILED = 1
 
@@ -51,6 +51,7 @@ def bench(
     """
     writable(save)
     import torch
+    import yaml
 
     from seqcomp.profiling import run
     from seqcomp.profiling.sizes import QUICK
@@ -67,13 +68,13 @@ def bench(
                 found = run.profile_on(count, sizes, dtypes, tell, threads=threads)
         if found is None:
             return
-        if save is not None:
-            _write(found, save)
     except (OSError, RuntimeError, TimeoutError) as error:
         if debug:
             traceback.print_exc()
         typer.echo(str(error), err=True)
         raise typer.Exit(FAILED) from None
+    if save is not None:
+        write(save, yaml.safe_dump(found, sort_keys=False, width=100))
     if as_json:
         where = None if save is None else str(save)
         typer.echo(json.dumps({"saved": where, "cluster": found}, indent=2))
@@ -81,14 +82,6 @@ def bench(
     from seqcomp.report.profile import profile_text
 
     typer.echo(profile_text(found))
-    if save is not None:
-        typer.echo(f"written to {save}")
-
-
-def _write(document: dict[str, Any], path: Path) -> None:
-    import yaml
-
-    path.write_text(yaml.safe_dump(document, sort_keys=False, width=100), encoding="utf-8")
 
 
 @contextmanager

@@ -58,15 +58,14 @@ def uneven(plan: ResolvedPlan, model: ModelShape, run: Run) -> Iterator[Diagnost
         key=lambda item: balance_of(item[0]),
     )
     balance, mask = balance_of(areas), run.mask(block.rule)
+    if balance < UNEVEN:
+        return
     others = {
         layout: balance_of(work(mask, layout, length))
         for layout in _others(used)
         if length % layout.factor == 0
     }
-    best = min(others, key=others.__getitem__, default=None)
-    helps = best is not None and others[best] <= BETTER * balance
-    if balance < UNEVEN:
-        return
+    better = [layout for layout, value in others.items() if value <= BETTER * balance]
     what = f"documents of {run.packed}" if run.packed else f"a window of {block.window}"
     rank = max(range(len(areas)), key=areas.__getitem__)
     yield diagnostic(
@@ -76,8 +75,8 @@ def uneven(plan: ResolvedPlan, model: ModelShape, run: Run) -> Iterator[Diagnost
         f"average ({what[:100]})",
         found=f"{used.kind}: {balance:.2f}",
         legal=tuple(f"{layout.kind}: {value:.2f}" for layout, value in others.items()),
-        help=_help(plan, model, run, block, used, best)
-        if helps and best is not None
+        help=_help(plan, model, run, block, used, min(better, key=others.__getitem__))
+        if better
         else "no layout shares it out better: a smaller ring (beside ulysses or data ranks), or "
         "documents packed in another order",
     )

@@ -24,8 +24,8 @@ _PASSES = ("add", "view", "reshape", "_to_copy", "to", "clone", "contiguous", "d
 class CutWeights:
     """``whole``: names of the parameters that no degree cuts: fused and unpaired weights, norms;
     not keys and values beyond the KV heads. ``by_tokens``: modules of linears without a partner,
-    which run on a rank's own tokens. ``last``: of each module with a sum over tensor ranks, whether
-    more than additions stands behind the last one in it."""
+    which run on a rank's own tokens. ``rows``: of each module with a sum over tensor ranks, whether
+    more than additions stands behind it in its block."""
 
     whole: frozenset[str]
     by_tokens: tuple[str, ...]

@@ -132,9 +132,9 @@ class Checkpoint:
     """How a block is run. ``keeps``: what is dear is kept (the module's docstring says what).
 
     ``kernels``: the block calls attention of torch; ``calls``: and functions of the rank beside it.
-    ``early_stop``: the second run ends with the
-    last value that the backward needs; only where all ranks save the same values, as what is sent
-    after it would be sent by some of them. ``offload``: the block's inputs wait on the host.
+    ``early_stop``: the second run ends with the last value that the backward needs; only where all
+    ranks save the same values, as what is sent after it would be sent by some of them.
+    ``offload``: the block's inputs wait on the host.
     """
 
     keeps: bool = False

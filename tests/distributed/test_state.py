@@ -36,7 +36,7 @@ PLANS = {
     "sharded": plans.with_fsdp(plans.usp(2, 2, "zigzag")),
     "both": plans.with_fsdp(plans.with_tensor(plans.ring(2, "zigzag"), 2)),
 }
-SAVED, END = 4, 6
+SAVED, END = 10, 20
 
 
 class FullDisk(FileSystemWriter):
@@ -74,7 +74,7 @@ def on_ranks(rank: int, world: int, folder: Path) -> dict[str, str]:
     uneven = models["megatron"].emb.weight
     assert isinstance(uneven, DTensor)
     assert uneven.to_local().shape[0] == (49, 48)[rank % 2]
-    about = about_of(folder / "megatron" / "step-00000004")
+    about = about_of(folder / "megatron" / "step-00000010")
     assert about["tensors"]["model.emb.weight"] == ["torch.float64", [97, 32]]
     assert about["tensors"]["optimizer.state.emb.weight.exp_avg"] == ["torch.float64", [97, 32]]
     assert "model.head.weight" not in about["tensors"], "tied weights are saved twice"
@@ -136,17 +136,17 @@ def whole_files(job: Job, folder: Path) -> None:
     """One file with everything, one with the weights; the first loads back into parts."""
     names = export_safetensors(job.model, folder / "model.safetensors")
     assert "head.weight" not in names
-    save_full(job, folder / "full.pt", 4)
+    save_full(job, folder / "full.pt", SAVED)
     before = outcome(job)
     # Every rank has the error of the one that writes, and none waits in a gather.
     for fail in (
         lambda path: export_safetensors(job.model, path),
-        lambda path: save_full(job, path, 4),
+        lambda path: save_full(job, path, SAVED),
     ):
         with pytest.raises(CheckpointError, match="weights failed: rank 0: FileNotFoundError"):
             fail(folder / "nowhere" / "weights")
     again = forget(job.model)
-    assert load_full(again, folder / "full.pt") == 4
+    assert load_full(again, folder / "full.pt") == SAVED
     assert digest(outcome(again)) == digest(before)
 
 
