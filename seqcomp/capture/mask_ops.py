@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import argument, op_name
+from seqcomp.capture.edit import TRANSPOSITIONS, argument, op_name, transposed_dims
 from seqcomp.capture.export import Capture
 from seqcomp.capture.mask_values import (
     Affine,
@@ -120,15 +120,8 @@ def _expand(reader: MaskReader, node: Node) -> Value | None:
 
 
 def _transpose(reader: MaskReader, node: Node) -> Value | None:
-    ndim = node.meta["val"].ndim
-    order = list(range(ndim))
-    if op_name(node) == "aten.permute":
-        order = [d % ndim for d in node.args[1]]
-    else:
-        a, b = (0, 1) if len(node.args) < 3 else (node.args[1] % ndim, node.args[2] % ndim)
-        if ndim < 2:
-            return reader.value(node.args[0])
-        order[a], order[b] = order[b], order[a]
+    order = transposed_dims(node)
+    assert order is not None
     return map_coeffs(reader.value(node.args[0]), lambda c: tuple(c[i] for i in order))
 
 
@@ -371,7 +364,7 @@ HANDLERS: dict[str, Callable[[MaskReader, Node], Value | None]] = {
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
-    **dict.fromkeys(("transpose", "permute", "t"), _transpose),
+    **dict.fromkeys((name.removeprefix("aten.") for name in TRANSPOSITIONS), _transpose),
     **dict.fromkeys(("view", "reshape", "unsafe_view"), _view),
     "slice": _slice,
     "select": _select,
