@@ -21,6 +21,7 @@ from tests.fixtures.compare import (
     compare_grads,
     value_distance,
 )
+from tests.fixtures.exports import exported_once
 from tests.fixtures.families import needs_torchtitan, titan, titan_documents, titan_flex
 from tests.fixtures.flex import unfused
 from tests.fixtures.lockstep import whole_gradients
@@ -40,6 +41,11 @@ TOLERANCE = FP64_WITH_FP32_INSIDE
 
 
 def build(spec: str = "llama3/debugmodel") -> Any:
+    return copy.deepcopy(_first(spec))
+
+
+@functools.cache
+def _first(spec: str) -> Any:
     torch.manual_seed(0)
     with default_dtype(torch.float64):
         return titan(spec)
@@ -98,7 +104,8 @@ def test_loss_outside(spec: str, plan: str, mode: str) -> None:
 
     outputs = {"outputs": {"output": mode}}
     loaded = seqcomp.load_plan(plan).model_dump(exclude_defaults=True)
-    ranks = lockstep(lambda: build(spec), {**loaded, **outputs}, step, inputs=batch())
+    with exported_once(spec):
+        ranks = lockstep(lambda: build(spec), {**loaded, **outputs}, step, inputs=batch())
     for rank, (logits, (gradient, worst), cuts) in enumerate(ranks):
         assert logits <= 1, rank
         assert gradient <= 1, (rank, worst)
@@ -137,7 +144,9 @@ def test_positions_passed_in(spec: str, style: str) -> None:
             compare_grads(gradients, whole_gradients(model, context), TOLERANCE),
         )
 
-    for logits, (gradient, worst) in lockstep(lambda: build(spec), "ring_2+megatron_sp_2", step):
+    with exported_once(spec):
+        ranks = lockstep(lambda: build(spec), "ring_2+megatron_sp_2", step)
+    for logits, (gradient, worst) in ranks:
         assert logits <= 1
         assert gradient <= 1, worst
 
@@ -173,20 +182,26 @@ def test_lengths_and_checkpoints() -> None:
         assert all(torch.equal(state[name], value) for name, value in original.items())
 
 
+def build_flex(spec: str) -> Any:
+    return copy.deepcopy(_first_flex(spec))
+
+
+@functools.cache
+def _first_flex(spec: str) -> Any:
+    torch.manual_seed(0)
+    with default_dtype(torch.float64):
+        return titan_flex(spec)
+
+
 @pytest.mark.parametrize("rows", [2, 1])  # torchtitan makes another mask for one row
 @pytest.mark.parametrize("spec", ["llama3/debugmodel", "qwen3/debugmodel"])
 def test_flex_attention_of_packed_documents(spec: str, rows: int) -> None:
     """torchtitan's own default, with the positions and the block mask that its trainer passes."""
 
-    def flex() -> Any:
-        torch.manual_seed(0)
-        with default_dtype(torch.float64):
-            return titan_flex(spec)
-
     tokens = batch()["tokens"][:rows]
     packed = torch.tensor([[*range(10), *range(6)], [*range(3), *range(13)]])[:rows]
     call = titan_documents(packed)
-    alone = flex()
+    alone = build_flex(spec)
     with unfused():
         want = alone(tokens, **call)
         whole = alone(tokens, **titan_documents(torch.arange(16).expand(rows, -1)))
@@ -205,6 +220,8 @@ def test_flex_attention_of_packed_documents(spec: str, rows: int) -> None:
 
     # The weights are cut before the first call: its masks are not made up.
     given = {"inputs": {"tokens": tokens, **call}, "prepare": True, "timeout": 300}
-    for logits, (gradient, worst) in lockstep(flex, "ring_2+megatron_sp_2", step, **given):
+    for logits, (gradient, worst) in lockstep(
+        lambda: build_flex(spec), "ring_2+megatron_sp_2", step, **given
+    ):
         assert logits <= 1
         assert gradient <= 1, worst
