@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from seqcomp.capture.dropout import Dropped
-from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, transposed_dims
+from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
 from seqcomp.capture.export import Capture
 from seqcomp.capture.fills import Fill, filled_in, sum_of
 from seqcomp.runtime.attention.pair_mask import hides_from
@@ -377,6 +377,9 @@ def _transposed(capture: Capture, node: Node, before: Node) -> Node | None:
     """k [B, H, S, d] behind k^T, or made of it where it came to be in another way."""
     if not is_tensor(node) or node.op != "call_function" or node.meta["val"].ndim != 4:
         return None
-    if transposed_dims(node) == (0, 1, 3, 2):
+    name = op_name(node)
+    swaps = name == "aten.transpose" and {node.args[1] % 4, node.args[2] % 4} == {2, 3}
+    permutes = name == "aten.permute" and [d % 4 for d in node.args[1]] == [0, 1, 3, 2]
+    if swaps or permutes or name in ("aten.mT", "aten.adjoint"):
         return node.args[0]
     return Editor(capture).call(aten.transpose.int, (node, 2, 3), before=before)
