@@ -21,6 +21,15 @@ def pools() -> Iterator[Pools]:
     pools.close()
 
 
+@pytest.fixture
+def exported_once() -> Iterator[None]:
+    """Models of `tests.fixtures.models` are exported once a process: see `fixtures.exports`."""
+    from tests.fixtures.exports import exported_once
+
+    with exported_once():
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
