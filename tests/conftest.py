@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fixtures.pool import Pools
+from tests.fixtures.pool import Pools, decoders_once
 
 # Workers, their ranks and their examples share the cores; read where torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,12 +21,10 @@ def pools() -> Iterator[Pools]:
     pools.close()
 
 
-@pytest.fixture
-def exported_once() -> Iterator[None]:
-    """Models of `tests.fixtures.models` are exported once a process: see `fixtures.exports`."""
-    from tests.fixtures.exports import exported_once
-
-    with exported_once():
+@pytest.fixture(scope="module", autouse=True)
+def exports() -> Iterator[None]:
+    """Small decoders are exported once a process: see `tests.fixtures.exports`."""
+    with decoders_once():
         yield
 
 

@@ -18,6 +18,11 @@ def kept(known: set[int]) -> list[int]:
     return [len(env.fake_tensor_cache) for env in envs]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def exports() -> None:
+    """Each capture is made anew."""
+
+
 @pytest.fixture
 def known() -> set[int]:
     gc.collect()
