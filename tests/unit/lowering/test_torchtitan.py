@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,14 +42,18 @@ TOLERANCE = FP64_WITH_FP32_INSIDE
 
 
 def build(spec: str = "llama3/debugmodel") -> Any:
-    return copy.deepcopy(_first(spec))
+    return copy.deepcopy(_first(titan, spec))
+
+
+def build_flex(spec: str) -> Any:
+    return copy.deepcopy(_first(titan_flex, spec))
 
 
 @functools.cache
-def _first(spec: str) -> Any:
+def _first(make: Callable[[str], nn.Module], spec: str) -> nn.Module:
     torch.manual_seed(0)
     with default_dtype(torch.float64):
-        return titan(spec)
+        return make(spec)
 
 
 def batch() -> dict[str, Tensor]:
@@ -180,17 +185,6 @@ def test_lengths_and_checkpoints() -> None:
         assert list(state) == list(original)
         assert "layers.0.attention.qkv_linear.wq.weight" in state
         assert all(torch.equal(state[name], value) for name, value in original.items())
-
-
-def build_flex(spec: str) -> Any:
-    return copy.deepcopy(_first_flex(spec))
-
-
-@functools.cache
-def _first_flex(spec: str) -> Any:
-    torch.manual_seed(0)
-    with default_dtype(torch.float64):
-        return titan_flex(spec)
 
 
 @pytest.mark.parametrize("rows", [2, 1])  # torchtitan makes another mask for one row
