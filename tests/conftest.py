@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fixtures.pool import Pools
+from tests.fixtures.pool import Pools, decoders_once
 
 # Workers, their ranks and their examples share the cores; read where torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +19,13 @@ def pools() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exports() -> Iterator[None]:
+    """Small decoders are exported once a process: see `tests.fixtures.exports`."""
+    with decoders_once():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

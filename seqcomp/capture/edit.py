@@ -11,6 +11,13 @@ from torch.fx.node import map_arg
 
 from seqcomp.capture.export import Capture
 
+TRANSPOSITIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "transpose", "permute", "t", "mT", "adjoint", "swapaxes", "swapdims", "numpy_T", "movedim",
+    )
+)  # fmt: skip
+
 
 def op_name(node: Node) -> str:
     """'aten.linear' for an ATen call whatever its overload, else the function's own name."""
@@ -62,6 +69,31 @@ def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
     if len(node.args) > index:
         return node.args[index]
     return node.kwargs.get(name, default)
+
+
+def transposed_dims(node: Node) -> tuple[int, ...] | None:
+    """The operand's dim at each place of the result; None for what does more than move dims."""
+    name = op_name(node)
+    if name not in TRANSPOSITIONS:
+        return None
+    ndim = node.meta["val"].ndim
+    if name == "aten.permute":
+        return tuple(d % ndim for d in node.args[1])
+    order = list(range(ndim))
+    if name in ("aten.t", "aten.numpy_T"):
+        return tuple(reversed(order))
+    if name == "aten.movedim":
+        sources, targets = (_listed(places, ndim) for places in node.args[1:3])
+        rest = iter([d for d in order if d not in sources])
+        return tuple(sources[targets.index(i)] if i in targets else next(rest) for i in order)
+    if ndim >= 2:
+        a, b = (-2, -1) if name in ("aten.mT", "aten.adjoint") else node.args[1:3]
+        order[a], order[b] = order[b], order[a]
+    return tuple(order)
+
+
+def _listed(places: int | Sequence[int], ndim: int) -> list[int]:
+    return [d % ndim for d in ([places] if isinstance(places, int) else places)]
 
 
 def value_of(item: Any) -> Any:

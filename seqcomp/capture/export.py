@@ -7,7 +7,6 @@ about ranks. Batch and sequence are symbolic where the model allows it.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from seqcomp.capture.call import BATCH, SEQ, Call, InputDims
-from seqcomp.capture.flex_arguments import DescribedMask
+from seqcomp.capture.export_input import by_parameter, dynamic_dims, example_of, named_keywords
 from seqcomp.capture.flex_trace import flex_as_operations
 from seqcomp.capture.guards import refuse_hidden_gradients, refuse_kept_values
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, Size, expression
@@ -61,14 +60,6 @@ class Capture:
             node.meta["sc_shape"] = cached
         return cached
 
-    def forget(self) -> None:
-        """Frees what torch remembers of each operation on its fake tensors.
-
-        The ShapeEnv of an export is never freed (torch 2.13), and that with it.
-        """
-        assert self.fake_mode.shape_env is not None
-        self.fake_mode.shape_env.fake_tensor_cache.clear()
-
     def is_specialised(self) -> bool:
         """Whether an assertion allows one value of a symbolic size only."""
         return any(isinstance(c, sympy.Eq) and c.free_symbols for c in self.checks)
@@ -87,7 +78,8 @@ class Capture:
         return all(check.subs(known) is not sympy.false for check in self.checks)
 
 
-def export_call(
+@contextlib.contextmanager
+def exported(
     module: torch.nn.Module,
     call: Call,
     dims: Sequence[InputDims | None],
@@ -96,33 +88,60 @@ def export_call(
     where: str,
     symbolic: bool = True,
     is_unit: Callable[[str], bool] = lambda path: False,
-) -> Capture:
-    """Captures `call` with the batch of all data ranks, for any sizes where `symbolic`.
+) -> Iterator[Capture]:
+    """A capture of `call` with the batch of all data ranks, for any sizes where `symbolic`.
 
+    At the end, however it comes, all is freed that only a lowering needs.
     `is_unit(path)`: modules that are one operation of the graph, besides those that are known.
     Raises PlanError SC301 with the cause when torch.export cannot capture the module.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    leaves = [_example(leaf, dim, data_degree, fake_mode) for leaf, dim in _pairs(call, dims)]
+    program, units = _export(
+        module, call, dims, fake_mode, data_degree, where, symbolic=symbolic, is_unit=is_unit
+    )
+    mode = _mode_of(program.graph) or fake_mode
+    try:
+        yield _capture(program, dims, mode, units)
+    finally:
+        units.probes.clear()  # they hold the module; a program may outlive it
+        # The ShapeEnv of an export is never freed (torch 2.13), nor what it knows of operations.
+        assert mode.shape_env is not None
+        mode.shape_env.fake_tensor_cache.clear()
+
+
+def _export(
+    module: torch.nn.Module,
+    call: Call,
+    dims: Sequence[InputDims | None],
+    fake_mode: FakeTensorMode,
+    data_degree: int,
+    where: str,
+    *,
+    symbolic: bool,
+    is_unit: Callable[[str], bool],
+) -> tuple[torch.export.ExportedProgram, Units]:
+    pairs = list(zip(call.leaves, dims, strict=True))
+    leaves = [example_of(leaf, dim, data_degree, fake_mode) for leaf, dim in pairs]
     args, kwargs = pytree.tree_unflatten(leaves, call.treespec)
     shapes = [
-        _dynamic(leaf, dim) if symbolic else None for leaf, dim in zip(leaves, dims, strict=True)
+        dynamic_dims(leaf, dim) if symbolic else None
+        for leaf, dim in zip(leaves, dims, strict=True)
     ]
     try:
         with (
             flex_as_operations(),
             refuse_kept_values(module),
-            _named_keywords(module, kwargs),
+            named_keywords(module, kwargs),
             _quiet(),
             refuse_hidden_gradients(module),
             opaque_units(module, is_unit) as units,
             torch.autograd.graph.saved_tensors_hooks(_same, _same),
         ):
-            exported = torch.export.export(
+            program = torch.export.export(
                 module,
                 tuple(args),
                 dict(kwargs),
-                dynamic_shapes=_by_parameter(module, *pytree.tree_unflatten(shapes, call.treespec)),
+                dynamic_shapes=by_parameter(module, *pytree.tree_unflatten(shapes, call.treespec)),
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
@@ -141,81 +160,7 @@ def export_call(
                 )
             ]
         ) from error
-    return _capture(exported, dims, fake_mode, units)
-
-
-@contextlib.contextmanager
-def _named_keywords(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Gives the forward a parameter per keyword that it takes as **kwargs.
-
-    torch.export 2.13 loses track of dynamic shapes inside **kwargs.
-    """
-    forward = module.forward
-    parameters = list(inspect.signature(forward).parameters.values())
-    extra = [name for name in kwargs if name not in {p.name for p in parameters}]
-    if not extra:
-        yield
-        return
-    kept = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in extra]
-
-    def named(*args: Any, **given: Any) -> Any:
-        return forward(*args, **given)
-
-    named.__signature__ = inspect.Signature([*kept, *added])
-    before = vars(module).get("forward")
-    vars(module)["forward"] = named
-    try:
-        yield
-    finally:
-        if before is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = before
-
-
-def _by_parameter(
-    module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Values of a call under the names of forward's parameters, *args and **kwargs nested."""
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-
-    def children(item: Any) -> Any:
-        # torch.export wants the parts of other containers than its own as a list.
-        return list(item.tensors) if isinstance(item, DescribedMask) else item
-
-    found: dict[str, Any] = pytree.tree_map(
-        children, dict(bound.arguments), is_leaf=lambda x: isinstance(x, DescribedMask)
-    )
-    return found
-
-
-def _pairs(call: Call, dims: Sequence[InputDims | None]) -> list[tuple[Any, InputDims | None]]:
-    return list(zip(call.leaves, dims, strict=True))
-
-
-def _example(leaf: Any, dims: InputDims | None, data_degree: int, mode: FakeTensorMode) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    assert dims is not None
-    shape = [
-        size * data_degree if role == BATCH else size
-        for size, role in zip(leaf.shape, dims.dims, strict=True)
-    ]
-    with mode:
-        return torch.empty(
-            shape, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad
-        )
-
-
-def _dynamic(leaf: Any, dims: InputDims | None) -> Any:
-    if dims is None:
-        return None
-    return {
-        i: torch.export.Dim.AUTO
-        for i, role in enumerate(dims.dims)
-        if role is not None and leaf.shape[i] > 1
-    }
+    return program, units
 
 
 @contextlib.contextmanager
@@ -236,12 +181,12 @@ def _first_lines(text: str, count: int = 4) -> str:
 
 
 def _capture(
-    exported: torch.export.ExportedProgram,
+    program: torch.export.ExportedProgram,
     dims: Sequence[InputDims | None],
     fake_mode: FakeTensorMode,
     units: Units,
 ) -> Capture:
-    signature = exported.graph_signature
+    signature = program.graph_signature
     mutated = [
         spec.target
         for spec in signature.output_specs
@@ -260,7 +205,7 @@ def _capture(
                 for name in mutated
             ]
         )
-    graph = exported.graph
+    graph = program.graph
     state, parameters, constants, inputs = {}, set(), {}, []
     for spec in signature.input_specs:
         name = getattr(spec.arg, "name", None)
@@ -272,7 +217,7 @@ def _capture(
                 parameters.add(name)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             state[name] = spec.target
-            constants[spec.target] = exported.constants[spec.target]
+            constants[spec.target] = program.constants[spec.target]
         else:
             raise PlanError(
                 [
@@ -290,16 +235,16 @@ def _capture(
     # A symbol with one legal value is that value: x [B, S, D] + table [8, D] fixes S only so.
     fixed = {
         canonical[symbol]: sympy.Integer(int(bounds.lower))
-        for symbol, bounds in exported.range_constraints.items()
+        for symbol, bounds in program.range_constraints.items()
         if symbol in canonical and bounds.lower == bounds.upper
     }
     canonical = {symbol: fixed.get(target, target) for symbol, target in canonical.items()}
     batch, length = (fixed.get(size, size) for size in (batch, length))
     output = graph.output_node()
-    out_spec = exported.call_spec.out_spec
+    out_spec = program.call_spec.out_spec
     ranges = {
         canonical.get(symbol, symbol): bounds
-        for symbol, bounds in exported.range_constraints.items()
+        for symbol, bounds in program.range_constraints.items()
     }
     return Capture(
         graph=graph,
@@ -315,7 +260,7 @@ def _capture(
         batch=batch,
         length=length,
         ranges=ranges,
-        fake_mode=_mode_of(graph) or fake_mode,
+        fake_mode=fake_mode,
         units=units,
     )
 

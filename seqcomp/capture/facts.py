@@ -11,7 +11,7 @@ from seqcomp.capture.call import bind_call, classify_inputs, signature_of
 from seqcomp.capture.canonical import canonicalise
 from seqcomp.capture.edit import op_name
 from seqcomp.capture.example import example_call
-from seqcomp.capture.export import Capture, export_call
+from seqcomp.capture.export import Capture, exported
 from seqcomp.capture.inner import inner_sequence
 from seqcomp.capture.recognise import AttentionInfo, recognise_attention
 from seqcomp.layout.masks import Band, Causal, Full
@@ -82,10 +82,12 @@ def attentions_of(
         signature, (), kwargs, where=type(module).__name__, stateless=makes_cache(module)
     )
     dims = classify_inputs(call, lambda name: None)
-    with torch.no_grad():
-        capture = export_call(module, call, dims, data_degree=1, where=type(module).__name__)
-    canonicalise(capture)
-    return capture, recognise_attention(capture, module)
+    with (
+        torch.no_grad(),
+        exported(module, call, dims, data_degree=1, where=type(module).__name__) as capture,
+    ):
+        canonicalise(capture)
+        return capture, recognise_attention(capture, module)
 
 
 def makes_cache(module: torch.nn.Module, forward: Callable[..., Any] | None = None) -> bool:

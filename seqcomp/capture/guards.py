@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from seqcomp.capture.forwards import standing_in
 from seqcomp.diagnostics import PlanError, diagnostic
 
 
@@ -95,15 +96,8 @@ def refuse_kept_values(module: torch.nn.Module) -> Iterator[None]:
         return result
 
     watched.__signature__ = inspect.signature(forward)
-    previous = vars(module).get("forward")
-    vars(module)["forward"] = watched
-    try:
+    with standing_in(module, watched):
         yield
-    finally:
-        if previous is None:
-            del vars(module)["forward"]
-        else:
-            vars(module)["forward"] = previous
 
 
 def _kept_values(module: torch.nn.Module, before: dict[str, dict[str, Any]]) -> list[str]:

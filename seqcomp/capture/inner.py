@@ -6,7 +6,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import Editor, argument, module_path, op_name
+from seqcomp.capture.edit import Editor, argument, module_path, op_name, transposed_dims
 from seqcomp.capture.export import Capture
 from seqcomp.capture.sizes import LENGTH_SYMBOL
 
@@ -78,10 +78,7 @@ def _tokens_of(conv: Node, length: int) -> Node | None:
     if tuple(flat.meta["val"].shape) != shape or len(flat.users) != 1:
         return None
     (turned,) = flat.users
-    swapped = (
-        op_name(turned) == "aten.transpose" and {d % 3 for d in turned.args[1:]} == {1, 2}
-    ) or (op_name(turned) == "aten.permute" and [d % 3 for d in turned.args[1]] == [0, 2, 1])
-    return turned if swapped else None
+    return turned if transposed_dims(turned) == (0, 2, 1) else None
 
 
 def _linear(editor: Editor, conv: Node, out: Node) -> Node:

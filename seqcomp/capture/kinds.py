@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import op_name
+from seqcomp.capture.edit import TRANSPOSITIONS, op_name
 
-VIEWS = frozenset(
+VIEWS = TRANSPOSITIONS | frozenset(
     f"aten.{name}"
     for name in (
         "view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as",
-        "_reshape_alias", "transpose", "permute", "t", "mT", "adjoint", "swapaxes", "swapdims",
-        "numpy_T", "expand", "expand_as", "broadcast_to", "movedim", "unsqueeze", "squeeze",
-        "repeat", "tile", "repeat_interleave", "view_as_complex", "view_as_real",
+        "_reshape_alias", "expand", "expand_as", "broadcast_to", "unsqueeze", "squeeze", "repeat",
+        "tile", "repeat_interleave", "view_as_complex", "view_as_real",
     )
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import Editor, is_tensor, op_name
+from seqcomp.capture.edit import Editor, is_tensor, op_name, transposed_dims
 from seqcomp.capture.export import Capture
 
 aten = torch.ops.aten
@@ -55,13 +55,7 @@ def _product(capture: Capture, node: Node) -> tuple[Node, Node, Node | None] | N
 
 def _untransposed(matrix: Node) -> Node | None:
     """What `matrix` is the transpose of."""
-    name, args = op_name(matrix), matrix.args
-    turned = (
-        name in ("aten.t", "aten.numpy_T", "aten.mT")
-        or (name == "aten.transpose" and args[1] % 2 != args[2] % 2)
-        or (name == "aten.permute" and [d % 2 for d in args[1]] == [1, 0])
-    )
-    return args[0] if turned else None
+    return matrix.args[0] if transposed_dims(matrix) == (1, 0) else None
 
 
 def _unflatten(capture: Capture, editor: Editor, linear: Node) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
+from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, transposed_dims
 from seqcomp.capture.export import Capture
 from seqcomp.capture.kinds import is_pointwise
 from seqcomp.capture.mask_values import Affine, Choice, Truth
@@ -226,8 +226,10 @@ class _Walk:
             return self._repeated(node, dims)
         if name in ("unsqueeze", "view", "reshape", "unsafe_view", "squeeze"):
             return self._reshaped(node, dims)
-        if name in ("transpose", "permute", "t", "mT"):
-            return self._transposed(node, name, dims)
+        order = transposed_dims(node)
+        if order is not None:
+            own = dict(zip(order, dims, strict=True))
+            return self.term(node.args[0], tuple(own[i] for i in range(len(dims))))
         if name in ("tril", "triu"):
             return self._triangle(node, name, dims)
         if name == "embedding":
@@ -292,21 +294,6 @@ class _Walk:
         unused = iter(spare + [d for d in range(4) if d not in set(dims)] + [-1] * len(old))
         own = tuple(next(kept if s != 1 else unused) for s in old)
         return self.term(source, own) if -1 not in own else None
-
-    def _transposed(self, node: Node, name: str, dims: tuple[int, ...]) -> Term | None:
-        source, ndim = node.args[0], len(dims)
-        order = list(range(ndim))
-        if name == "permute":
-            order = [d % ndim for d in node.args[1]]
-        elif name == "transpose":
-            a, b = node.args[1] % ndim, node.args[2] % ndim
-            order[a], order[b] = order[b], order[a]
-        else:
-            order[-1], order[-2] = order[-2], order[-1]
-        own = [0] * ndim
-        for at, origin in enumerate(order):
-            own[origin] = dims[at]
-        return self.term(source, tuple(own))
 
     def _triangle(self, node: Node, name: str, dims: tuple[int, ...]) -> Term | None:
         diagonal = argument(node, 1, "diagonal", 0)

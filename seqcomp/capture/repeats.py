@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
+from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, transposed_dims
 from seqcomp.capture.export import Capture
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ def heads_first_pass(capture: Capture) -> None:
     """
     editor = Editor(capture)
     for node in list(capture.graph.nodes):
-        order = _order(node) if node.op == "call_function" and is_tensor(node) else None
+        order = transposed_dims(node) if node.op == "call_function" and is_tensor(node) else None
         found = repeated(capture, node.args[0]) if order is not None and len(order) == 4 else None
         if order is None or found is None:
             continue
@@ -74,16 +74,3 @@ def _behind(node: Node, names: tuple[str, ...]) -> Node:
     while is_tensor(node) and op_name(node) in names:
         node = node.args[0]
     return node
-
-
-def _order(node: Node) -> list[int] | None:
-    """The source's dim at each place of a transposition."""
-    name, ndim = op_name(node), node.meta["val"].ndim
-    if name == "aten.permute":
-        return [d % ndim for d in node.args[1]]
-    if name != "aten.transpose":
-        return None
-    order = list(range(ndim))
-    a, b = node.args[1] % ndim, node.args[2] % ndim
-    order[a], order[b] = b, a
-    return order

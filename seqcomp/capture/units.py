@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from seqcomp.capture.forwards import standing_in
 from seqcomp.capture.mixtures import counters_of, is_experts, is_mixture
 from seqcomp.capture.probes import Probe, Probed, Size, output_sizes
 from seqcomp.capture.structure import Structure
@@ -104,18 +105,11 @@ def opaque_units(root: nn.Module, is_marked: Callable[[str], bool]) -> Iterator[
     Raises PlanError SC313 from inside the traced forward where a module's outputs cannot be told.
     """
     units = Units()
-    kept: list[tuple[nn.Module, Any]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for path, module, marked in _units_of(root, is_marked):
-            kept.append((module, vars(module).get("forward")))
-            vars(module)["forward"] = _recorder(path, module, units, marked=marked)
+            recorder = _recorder(path, module, units, marked=marked)
+            stack.enter_context(standing_in(module, recorder))
         yield units
-    finally:
-        for module, forward in kept:
-            if forward is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = forward
 
 
 def _units_of(

@@ -15,7 +15,7 @@ import torch
 from seqcomp.capture.blocks import blocks_of
 from seqcomp.capture.call import Call, InputDims
 from seqcomp.capture.canonical import canonicalise
-from seqcomp.capture.export import export_call
+from seqcomp.capture.export import Capture, exported
 from seqcomp.capture.facts import facts_of
 from seqcomp.capture.inner import name_length, patches_pass
 from seqcomp.capture.recognise import recognise_attention
@@ -126,16 +126,23 @@ def _no_dim(module: torch.nn.Module, found: str) -> PlanError:
 def _lowered(
     request: Request, *, symbolic: bool
 ) -> tuple[torch.fx.Graph, LoweringContext, ModelFacts]:
-    module, resolved, mesh = request.module, request.resolved, mesh_view(request.resolved)
-    capture = export_call(
-        module,
+    mesh = mesh_view(request.resolved)
+    with exported(
+        request.module,
         request.call,
         request.dims,
         data_degree=mesh.degree(mesh.batch),
-        where=type(module).__name__,
+        where=type(request.module).__name__,
         symbolic=symbolic,
-        is_unit=resolved.is_token_local,
-    )
+        is_unit=request.resolved.is_token_local,
+    ) as capture:
+        return _lower(capture, request, symbolic=symbolic)
+
+
+def _lower(
+    capture: Capture, request: Request, *, symbolic: bool
+) -> tuple[torch.fx.Graph, LoweringContext, ModelFacts]:
+    module, resolved, mesh = request.module, request.resolved, mesh_view(request.resolved)
     canonicalise(capture)
     if symbolic and capture.is_specialised():
         raise SpecialisedSizeError("an assertion of the capture fixes a size")
@@ -180,10 +187,7 @@ def _lowered(
         loss_chunks=resolved.plan.memory.loss_chunks,
         mlps_of=blocks_of(module) if resolved.plan.memory.checkpoint == "selective" else (),
     )
-    graph = run_passes(capture.graph, context, PASSES)
-    capture.units.probes.clear()  # they hold the module; the program may outlive it
-    capture.forget()
-    return graph, context, facts
+    return run_passes(capture.graph, context, PASSES), context, facts
 
 
 def _refuse_padding(request: Request, facts: ModelFacts) -> None:

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import argument, is_tensor, module_path, op_name, place_of
+from seqcomp.capture.edit import (
+    argument,
+    is_tensor,
+    module_path,
+    op_name,
+    place_of,
+    transposed_dims,
+)
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import Graph, LoweringContext
@@ -91,11 +98,7 @@ def _value(node: Node) -> torch.Tensor:
 
 def _is_swap(node: Node) -> bool:
     """[B, s, V] <-> [B, V, s]."""
-    if "val" not in node.meta or node.meta["val"].ndim != 3:
-        return False
-    if op_name(node) == "aten.transpose":
-        return {node.args[1] % 3, node.args[2] % 3} == {1, 2}
-    return op_name(node) == "aten.permute" and [d % 3 for d in node.args[1]] == [0, 2, 1]
+    return "val" in node.meta and transposed_dims(node) == (0, 2, 1)
 
 
 def _keeps_rows(node: Node, classes_last: bool) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from seqcomp.capture.edit import is_tensor, op_name
+from seqcomp.capture.edit import is_tensor, op_name, transposed_dims
 from seqcomp.capture.kinds import is_pointwise
 from seqcomp.lowering import ops
 from seqcomp.lowering.context import Graph, LoweringContext
@@ -104,10 +104,9 @@ def _unsqueeze(source: Node, op: ops.Shard, context: LoweringContext) -> Cuts | 
 
 
 def _transpose(source: Node, op: ops.Shard, context: LoweringContext) -> Cuts | None:
-    ndim = len(context.capture.shape(source))
-    a, b = source.args[1] % ndim, source.args[2] % ndim
-    at = {a: b, b: a}.get(op.dim, op.dim)
-    return {source.args[0]: ops.Shard(at, op.axes)}
+    order = transposed_dims(source)
+    assert order is not None
+    return {source.args[0]: ops.Shard(order[op.dim], op.axes)}
 
 
 def _cat(source: Node, op: ops.Shard, context: LoweringContext) -> Cuts | None:

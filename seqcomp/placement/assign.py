@@ -56,7 +56,6 @@ class Placement:
     decisions: dict[Node, Decision]
     native: dict[Node, Spec | tuple[Spec, ...]]
     findings: list[Diagnostic]
-    distinct: int  # operations that had to be decided: the others equal one of them
     tensor: TensorPlan | None = None
 
 
@@ -104,7 +103,7 @@ def assign(
             decisions[node] = decision
             env.native[node] = decision.out
     refuse_recurrences(capture, mesh.sequence, decisions, env.native, whole)
-    return Placement(decisions, env.native, env.findings, memo.size, tensor)
+    return Placement(decisions, env.native, env.findings, tensor)
 
 
 def _is_tensor_op(node: Node) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
+from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, transposed_dims
 from seqcomp.capture.export import Capture
 from seqcomp.placement.features import is_linear, parts_of_dim, width
 
@@ -148,11 +148,9 @@ def _moved(node: Node, at: int, ndim: int) -> int | None:
     name = op_name(node)
     if name in ("aten.contiguous", "aten.clone"):
         return at
-    if name == "aten.permute":
-        return [d % ndim for d in node.args[1]].index(at)
-    if name == "aten.transpose":
-        a, b = node.args[1] % ndim, node.args[2] % ndim
-        return {a: b, b: a}.get(at, at)
+    order = transposed_dims(node)
+    if order is not None:
+        return order.index(at)
     if name == "aten.unsqueeze":
         return at + (node.args[1] % (ndim + 1) <= at)
     if name == "aten.squeeze" and isinstance(node.args[1], list | tuple):

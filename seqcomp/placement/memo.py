@@ -34,11 +34,6 @@ class DecisionMemo:
         self._weights = weights
         self._known: dict[Any, _Template] = {}
 
-    @property
-    def size(self) -> int:
-        """Number of different operations that were placed."""
-        return len(self._known)
-
     def get(self, node: Node, decide: Callable[[Node], Decision]) -> Decision:
         """The decision for a node, by `decide` where no equal node has been seen."""
         operands = list(dict.fromkeys(tensor_args(node)))

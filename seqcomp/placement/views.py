@@ -8,7 +8,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import argument, op_name
+from seqcomp.capture.edit import TRANSPOSITIONS, argument, transposed_dims
 from seqcomp.placement.rule import Decision, Env, Rule, gather_all, summed, tensor_args
 from seqcomp.placement.spec import Dim, Factor, Spec, merged, regroup, whole
 
@@ -32,35 +32,11 @@ def reshape_rule(node: Node, env: Env) -> Decision:
         spec = spec.without(dims.axes or spec.axes)
 
 
-def _moved(node: Node, env: Env, order: list[int]) -> Decision:
-    source = node.args[0]
+def transpose_rule(node: Node, env: Env) -> Decision:
+    source, order = node.args[0], transposed_dims(node)
+    assert order is not None
     spec = env.spec(source)
     return Decision({source: spec}, Spec(tuple(spec.dims[i] for i in order), spec.partial))
-
-
-def transpose_rule(node: Node, env: Env) -> Decision:
-    ndim = len(env.shape(node))
-    order = list(range(ndim))
-    if op_name(node) == "aten.permute":
-        order = [d % ndim for d in node.args[1]]
-    elif ndim >= 2:
-        a, b = (0, 1) if len(node.args) < 3 else (node.args[1] % ndim, node.args[2] % ndim)
-        if op_name(node) in ("aten.mT", "aten.adjoint"):
-            a, b = ndim - 2, ndim - 1
-        order[a], order[b] = order[b], order[a]
-    return _moved(node, env, order)
-
-
-def movedim_rule(node: Node, env: Env) -> Decision:
-    ndim = len(env.shape(node))
-
-    def listed(value: int | list[int]) -> list[int]:
-        return [v % ndim for v in (value if isinstance(value, list | tuple) else [value])]
-
-    sources, targets = listed(node.args[1]), listed(node.args[2])
-    rest = iter([d for d in range(ndim) if d not in sources])
-    order = [sources[targets.index(i)] if i in targets else next(rest) for i in range(ndim)]
-    return _moved(node, env, order)
 
 
 def unsqueeze_rule(node: Node, env: Env) -> Decision:
@@ -167,12 +143,10 @@ def _rules() -> dict[str, Rule]:
     for name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as",
                  "reshape_as", "_reshape_alias"):  # fmt: skip
         table[f"aten.{name}"] = reshape_rule
-    for name in ("transpose", "permute", "t", "mT", "adjoint", "swapaxes", "swapdims", "numpy_T"):
-        table[f"aten.{name}"] = transpose_rule
+    table |= dict.fromkeys(TRANSPOSITIONS, transpose_rule)
     for name in ("expand", "expand_as", "broadcast_to"):
         table[f"aten.{name}"] = expand_rule
     table |= {
-        "aten.movedim": movedim_rule,
         "aten.unsqueeze": unsqueeze_rule,
         "aten.squeeze": squeeze_rule,
         "aten.repeat": repeat_rule,

@@ -73,7 +73,6 @@ class Counts:
 
     degrees: int = 0
     unfit: int = 0
-    arrangements: int = 0
     priced: int = 0
 
 
@@ -133,7 +132,6 @@ def rank(
         if arrangement is None:
             for order in orders_of(degrees, cluster):
                 for opened in arrangements_of(degrees, order, limits, space):
-                    ranking.counts.arrangements += 1
                     bound = max(floor, pricing.floor(opened))
                     heapq.heappush(heap, (bound, next(ticket), degrees, opened))
             continue

@@ -148,28 +148,6 @@ def thriftiest_of(degrees: Degrees, limits: Limits, space: Space) -> Iterator[Co
         yield arranged
 
 
-def all_compositions(
-    gpus: int, limits: Limits, space: Space, cluster: Cluster
-) -> Iterator[Composition]:
-    """The whole space, one by one."""
-    for degrees in all_degrees(gpus, limits):
-        shardings = list(shardings_of(degrees, space))
-        for order in orders_of(degrees, cluster):
-            for arranged, (axes, reshard), checkpoint, chunks in itertools.product(
-                arrangements_of(degrees, order, limits, space),
-                shardings,
-                space.checkpoint,
-                space.loss_chunks,
-            ):
-                yield replace(
-                    arranged,
-                    fsdp=tuple(axis for axis in order if axis in axes),
-                    reshard=reshard,
-                    checkpoint=checkpoint,
-                    loss_chunks=chunks,
-                )
-
-
 def size_of(gpus: int, limits: Limits, space: Space, cluster: Cluster) -> int:
     """How many compositions there are."""
     options = len(space.checkpoint) * len(space.loss_chunks)

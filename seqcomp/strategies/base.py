@@ -7,7 +7,7 @@ of parameter gradients, embedding, head and loss are not among them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from seqcomp.layout.heads import head_map
 
@@ -91,23 +91,6 @@ class CommStep:
     count: int
     phase: Phase
     overlappable: bool
-
-
-class Strategy(Protocol):
-    """What every strategy can say about itself, without torch."""
-
-    @property
-    def degree(self) -> int:
-        """Number of ranks over which it spreads the work of one sequence (or batch)."""
-        ...
-
-    def legal_degrees(self, shape: AttentionShape) -> tuple[int, ...] | None:
-        """Degrees that the heads allow; None = any."""
-        ...
-
-    def comm_steps(self, shape: AttentionShape) -> tuple[CommStep, ...]:
-        """What one rank sends for one layer, forward and backward; () at degree 1."""
-        ...
 
 
 def total_bytes(steps: tuple[CommStep, ...], phase: Phase | None = None) -> int:

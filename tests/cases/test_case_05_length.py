@@ -26,6 +26,7 @@ from tests.fixtures.compare import (
     value_distance,
 )
 from tests.fixtures.lockstep import reported, train_once, whole_gradients
+from tests.fixtures.masked_parity import on_ranks
 from tests.fixtures.models import M0, M0_BI, Spec, build, inputs
 from tests.fixtures.parity import Call, Case, check_parity, check_refused
 from tests.fixtures.pool import Pools
@@ -203,19 +204,8 @@ def test_heads_lengths_and_samples_that_do_not_fit_all_at_once(plan: plans.Plan)
         "attention_mask": mask,
         "labels": ids.roll(1, 0).masked_fill(mask == 0, -100),
     }
-    want = reference(masked, batch)
-
-    def step(model: nn.Module, context: RankContext, local: dict[str, Any]) -> Any:
-        out = model(**local)
-        out["loss"].backward()
-        return (
-            value_distance(want.loss, out["loss"], FP64),
-            value_distance(want.logits, out["logits"], FP64),
-            compare_grads(want.gradients, whole_gradients(model, context), FP64),
-        )
-
-    for loss, logits, (gradient, worst) in lockstep(masked, plans.padded(plan), step, inputs=batch):
-        assert max(loss, logits, gradient) <= 1, worst
+    distance, worst = on_ranks(masked, plans.padded(plan), batch, reference(masked, batch))
+    assert distance <= 1, worst
 
 
 @pytest.mark.distributed

@@ -20,13 +20,10 @@ from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import plans
 from tests.fixtures.compare import (
     CLEARLY_WRONG,
-    FP64,
-    compare_grads,
-    gradients_of,
     reference,
-    value_distance,
 )
 from tests.fixtures.lockstep import reported, train_once
+from tests.fixtures.masked_parity import on_ranks
 from tests.fixtures.models import Spec, build, inputs
 from tests.fixtures.parity import Case, check_parity
 from tests.fixtures.pool import Pools
@@ -155,19 +152,8 @@ def biased() -> nn.Module:
 def test_biases_of_each_head_follow_it(plan: plans.Plan) -> None:
     ids = inputs(Spec(vocab=50), batch=3)["input_ids"]
     batch = {"input_ids": ids, "labels": ids.roll(1, 0)}
-    want = reference(biased, batch)
-
-    def step(model: nn.Module, context: RankContext, local: dict[str, Any]) -> Any:
-        out = model(**local)
-        out["loss"].backward()
-        return (
-            value_distance(want.loss, out["loss"], FP64),
-            value_distance(want.logits, out["logits"], FP64),
-            compare_grads(want.gradients, gradients_of(model), FP64),
-        )
-
-    for loss, logits, (gradient, worst) in lockstep(biased, plan, step, inputs=batch):
-        assert max(loss, logits, gradient) <= 1, worst
+    distance, worst = on_ranks(biased, plan, batch, reference(biased, batch))
+    assert distance <= 1, worst
 
 
 @pytest.mark.distributed

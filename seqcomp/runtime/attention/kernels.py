@@ -20,12 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seqcomp.runtime.attention import hidden_rows, math_kernel
+from seqcomp.runtime.attention import cpu_flash, cuda, hidden_rows, math_kernel
 from seqcomp.runtime.attention.hidden_rows import HiddenRows
-from seqcomp.runtime.attention.merge import accumulator_dtype
 from seqcomp.runtime.attention.tile_mask import TileMask
-
-aten = torch.ops.aten
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -87,233 +84,6 @@ def _flash_fits(device: torch.device, head_dim: int) -> bool:
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
-
-
-def _cpu_flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    if mask is None:
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    bias = _bias(mask, q, k)
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=bias, scale=scale
-    )
-    # The kernel says 0 for a query that sees nothing.
-    return out, lse.masked_fill(_sees_nothing(bias), float("-inf"))
-
-
-def _cpu_flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-) -> Grads:
-    bias = None
-    if mask is not None:  # without one every query sees something
-        bias, lse = _bias(mask, q, k), _finite(lse)
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
-    )
-
-
-def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """An additive mask [B or 1, Hq or 1, Sq, Sk].
-
-    In the accumulator's dtype: the CPU kernel silently misreads a narrower one for fp64.
-    """
-    mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
-    dtype, shape = accumulator_dtype(q.dtype), (*mask.shape[:2], q.shape[2], k.shape[2])
-    if mask.dtype != torch.bool:
-        return mask.to(dtype).expand(shape).contiguous()
-    bias = torch.zeros(shape, dtype=dtype, device=q.device)
-    return bias.masked_fill_(~mask, float("-inf"))
-
-
-def _sees_nothing(bias: Tensor) -> Tensor:
-    return bias.amax(-1) == float("-inf")
-
-
-def _finite(lse: Tensor) -> Tensor:
-    """exp(score - lse) must be 0 for a query that has seen nothing: its scores are all -inf."""
-    return lse.masked_fill(lse == float("-inf"), 0.0).contiguous()
-
-
-def _cuda_flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    assert mask is None, "see choose_masked"
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-    return out, lse[..., : q.shape[2]]
-
-
-def _cuda_flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-) -> Grads:
-    assert mask is None, "see choose_masked"
-    seed, offset = _no_dropout_state(q.device)
-    return aten._scaled_dot_product_flash_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous(),
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        seed,
-        offset,
-        scale=scale,
-    )
-
-
-def _cuda_efficient_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    bias = None if mask is None else _aligned_bias(mask, q, k)
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, bias, True, 0.0, causal, scale=scale
-    )
-    lse = lse[..., : q.shape[2]]
-    if bias is None:
-        return out, lse
-    nothing = _sees_nothing(bias)
-    return out.masked_fill(nothing.unsqueeze(-1), 0.0), lse.masked_fill(nothing, float("-inf"))
-
-
-def _aligned_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """An additive mask [B, Hq, Sq, Sk] in the dtype of q whose rows start at multiples of 16."""
-    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    room = q.new_zeros((*shape[:3], -(-shape[3] // 16) * 16))
-    bias = room[..., : shape[3]]
-    mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
-    if mask.dtype == torch.bool:
-        return bias.masked_fill_(~mask, float("-inf"))
-    return bias.copy_(mask)
-
-
-def _cuda_efficient_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-) -> Grads:
-    seed, offset = _no_dropout_state(q.device)
-    # The kernel reads whole blocks of 32 rows and takes +inf for rows that are not there.
-    padded = F.pad(_finite(lse), (0, -lse.shape[-1] % 32), value=float("inf"))
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        None if mask is None else _aligned_bias(mask, q, k),
-        out,
-        padded.contiguous(),
-        seed,
-        offset,
-        0.0,
-        [True, True, True, False],
-        causal,
-        scale=scale,
-    )
-    return dq, dk, dv
-
-
-def _cuda_cudnn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    assert mask is None, "see choose_masked"
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
-    )
-    return out, (lse.squeeze(-1) if lse.dim() == 4 else lse)
-
-
-def _cuda_cudnn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-) -> Grads:
-    assert mask is None, "see choose_masked"
-    seed, offset = _no_dropout_state(q.device)
-    return aten._scaled_dot_product_cudnn_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse.unsqueeze(-1).contiguous(),
-        seed,
-        offset,
-        None,
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        scale=scale,
-    )
-
-
-def _no_dropout_state(device: torch.device) -> tuple[Tensor, Tensor]:
-    state = torch.zeros(2, dtype=torch.int64, device=device)
-    return state[0], state[1]
 
 
 def _lifting(inner: Kernel, softcap: float) -> Kernel:
@@ -384,11 +154,11 @@ def _sum_groups(x: Tensor, group: int) -> Tensor:
 _KERNELS = {
     "math": Kernel("math", math_kernel.forward, math_kernel.backward, grouped=True),
     "cpu_flash": Kernel(
-        "cpu_flash", _cpu_flash_forward, _cpu_flash_backward, grouped=True, whole=512
+        "cpu_flash", cpu_flash.forward, cpu_flash.backward, grouped=True, whole=512
     ),
-    "cuda_flash": Kernel("cuda_flash", _cuda_flash_forward, _cuda_flash_backward, grouped=True),
+    "cuda_flash": Kernel("cuda_flash", cuda.flash_forward, cuda.flash_backward, grouped=True),
     "cuda_efficient": Kernel(
-        "cuda_efficient", _cuda_efficient_forward, _cuda_efficient_backward, grouped=False
+        "cuda_efficient", cuda.efficient_forward, cuda.efficient_backward, grouped=False
     ),
-    "cuda_cudnn": Kernel("cuda_cudnn", _cuda_cudnn_forward, _cuda_cudnn_backward, grouped=False),
+    "cuda_cudnn": Kernel("cuda_cudnn", cuda.cudnn_forward, cuda.cudnn_backward, grouped=False),
 }

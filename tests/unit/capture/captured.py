@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from seqcomp.capture.call import Call, bind_call, classify_inputs, signature_of
 from seqcomp.capture.edit import op_name
-from seqcomp.capture.export import Capture, export_call
+from seqcomp.capture.export import Capture, exported
 
 
 def call_of(module: nn.Module, *args: Any, **kwargs: Any) -> Call:
@@ -32,7 +32,10 @@ def capture_of(
     call = call_of(module, *args, **kwargs)
     dims = classify_inputs(call, given)
     where = type(module).__name__
-    return export_call(module, call, dims, data_degree=data_degree, where=where, is_unit=is_unit)
+    with exported(
+        module, call, dims, data_degree=data_degree, where=where, is_unit=is_unit
+    ) as capture:
+        return capture
 
 
 def run(capture: Capture, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ import seqcomp
 from seqcomp.lowering import ops
 from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import plans
+from tests.fixtures.exports import exported_once
 from tests.fixtures.written_out import LEFT, READ, Written, ids
 
 PLANS = [
@@ -21,7 +22,8 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=plans.name)
 @pytest.mark.parametrize("form", [*READ, *LEFT])
 def test_exact(form: str, plan: plans.Plan) -> None:
-    report = seqcomp.verify(lambda: Written(form), plan, inputs_fn=ids)
+    with exported_once(form):
+        report = seqcomp.verify(lambda: Written(form), plan, inputs_fn=ids)
     assert report.ok, str(report)
     gathered = [text for text in report.findings if "SC401" in text]
     if form in READ:
@@ -36,7 +38,8 @@ def attentions(form: str) -> list[ops.Attention]:
         program = seqcomp.of(model).programs[-1]
         return [n.target for n in program.flat.nodes if isinstance(n.target, ops.Attention)]
 
-    return lockstep(lambda: Written(form), plans.ring(2), step, inputs=ids())[0]
+    with exported_once(form):
+        return lockstep(lambda: Written(form), plans.ring(2), step, inputs=ids())[0]
 
 
 @pytest.mark.parametrize("form", READ)

@@ -1,26 +1,18 @@
 """`seqcomp estimate`: exit codes, streams and JSON."""
 
+import functools
 import json
 import subprocess
 import sys
 
 import pytest
 
-from seqcomp.cli import main
-
 H100 = ("--model", "llama3-8b", "--cluster", "h100")
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def call(*args: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(("estimate", *args))
-        out, err = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, out, err
-
-    return call
+def run(run):
+    return functools.partial(run, "estimate")
 
 
 def test_text(run) -> None:

@@ -1,26 +1,19 @@
 """`seqcomp explain`: exit codes, streams and JSON."""
 
+import functools
 import json
 
 import pytest
 
 import seqcomp
-from seqcomp.cli import main
 from tests.fixtures.models import build
 
 M0 = "python:tests.fixtures.models:build"
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def call(*args: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(("explain", *args))
-        out, err = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, out, err
-
-    return call
+def run(run):
+    return functools.partial(run, "explain")
 
 
 def test_text(run) -> None:

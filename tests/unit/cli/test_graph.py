@@ -10,23 +10,10 @@ from xml.etree import ElementTree as ET
 import pytest
 import typer
 
-from seqcomp.cli import main
 from seqcomp.cli.dtypes import Dtype, VerifiedDtype, torch_name
 from seqcomp.cli.refusal import writable, write
 
 M0 = ("--model", "python:tests.fixtures.models:build", "--seq-len", "64")
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*args: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(args)
-        out, err = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, out, err
-
-    return call
 
 
 def test_a_picture_and_data(run: Any, tmp_path: Path) -> None:

@@ -7,23 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from seqcomp.cli import main
 from seqcomp.plan.load import load_plan
 
 M0 = "python:tests.fixtures.models:build"
 LLAMA = ("--model", "llama3-8b", "--cluster", "h100", "--seq-len", "131072")
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def call(*args: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(args)
-        out, err = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, out, err
-
-    return call
 
 
 def test_the_plan_that_it_writes_is_what_validate_accepts(run, tmp_path: Path) -> None:

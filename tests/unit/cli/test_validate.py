@@ -7,27 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqcomp.cli import main
-
 ROOT = Path(__file__).parents[3]
-
-
-class Result:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def call(*args: str) -> Result:
-        with pytest.raises(SystemExit) as caught:
-            main(args)
-        out, err = capsys.readouterr()
-        code = caught.value.code
-        assert isinstance(code, int)
-        return Result(code, out, err)
-
-    return call
 
 
 def test_legal_plans_exit_0_and_say_lengths(run) -> None:

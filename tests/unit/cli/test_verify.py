@@ -4,22 +4,9 @@ import json
 
 import pytest
 
-from seqcomp.cli import main
 from seqcomp.lowering import ops
 
 M0 = "python:tests.fixtures.models:build"
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]):
-    def call(*args: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(args)
-        out, err = capsys.readouterr()
-        assert isinstance(caught.value.code, int)
-        return caught.value.code, out, err
-
-    return call
 
 
 def test_equal_plans_exit_0(run) -> None:

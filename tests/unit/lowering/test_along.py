@@ -20,6 +20,7 @@ from seqcomp.runtime import neighbours
 from seqcomp.runtime.comm import RankContext
 from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import mixing, plans
+from tests.fixtures.exports import exported_once
 from tests.fixtures.idioms import D, Idiom, Raw, tokens
 from tests.fixtures.lockstep import counted
 from tests.fixtures.on_ranks import assert_exact, assert_refused, model_of
@@ -31,6 +32,7 @@ PLANS = {
     "usp": plans.usp(2, 2, "zigzag"),
     "data": plans.with_data(plans.ring(2, "contiguous"), 2),
 }
+TOGETHER = {name: partial(mixing.Together, parts) for name, parts in mixing.GROUPS.items()}
 TENSOR = plans.with_tensor(ZIGZAG, 2)
 
 
@@ -39,8 +41,7 @@ def idiom(name: str, plan: plans.Plan = ZIGZAG) -> Idiom:
 
 
 def together(group: str, plan: plans.Plan, length: int = 16) -> Idiom:
-    build = partial(mixing.Together, mixing.GROUPS[group])
-    return Idiom(group, build, lambda: tokens(4, length), plan)
+    return Idiom(group, TOGETHER[group], lambda: tokens(4, length), plan)
 
 
 def report_of(case: Idiom) -> tuple[set[str], set[type]]:
@@ -51,7 +52,8 @@ def report_of(case: Idiom) -> tuple[set[str], set[type]]:
         program = seqcomp.of(model).programs[-1]
         return {f.code for f in program.findings}, {type(n.target) for n in program.flat.nodes}
 
-    return lockstep(lambda: model_of(case), case.plan, step)[0]
+    with exported_once(case.build):
+        return lockstep(lambda: model_of(case), case.plan, step)[0]
 
 
 @pytest.mark.parametrize("name", mixing.ALL)
@@ -72,8 +74,9 @@ def test_under_every_plan(group: str, plan: str) -> None:
 
 @pytest.mark.parametrize("group", mixing.GROUPS)
 def test_beside_a_tensor_axis(group: str) -> None:
-    make = partial(model_of, together(group, TENSOR))
-    report = seqcomp.verify(make, TENSOR, inputs_fn=lambda: _given(16))
+    case = together(group, TENSOR)
+    with exported_once(case.build):
+        report = seqcomp.verify(partial(model_of, case), TENSOR, inputs_fn=lambda: _given(16))
     assert report.ok, str(report)
     assert not any("SC401" in finding.partition(":")[0] for finding in report.findings)
 

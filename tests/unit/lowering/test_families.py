@@ -22,6 +22,7 @@ from tests.fixtures.compare import (
     reference,
     value_distance,
 )
+from tests.fixtures.exports import exported_once
 from tests.fixtures.families import (
     FAMILIES,
     TIED,
@@ -82,7 +83,8 @@ def test_parity(family: str, plan: str) -> None:
             len(seqcomp.of(model).programs[-1].cuts),
         )
 
-    ranks = lockstep(lambda: build_family(family), plan, step, inputs=family_inputs())
+    with exported_once(family):
+        ranks = lockstep(lambda: build_family(family), plan, step, inputs=family_inputs())
     for rank, (loss, logits, (gradient, worst), same_type, cuts) in enumerate(ranks):
         assert loss <= 1, rank
         assert logits <= 1, rank

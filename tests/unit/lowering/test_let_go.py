@@ -23,6 +23,11 @@ PLANS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def exports() -> None:
+    """Each model is exported anew."""
+
+
 @pytest.mark.parametrize(
     ("plan", "traced"),
     [*((plan, False) for plan in PLANS), (USP, True)],

@@ -22,6 +22,7 @@ from seqcomp.strategies.megatron_sp import MegatronSp
 from seqcomp.verify.lockstep import lockstep
 from tests.fixtures import plans
 from tests.fixtures.compare import FP64, compare_grads, field_of, reference, value_distance
+from tests.fixtures.exports import exported_once
 from tests.fixtures.families import LENGTH, VOCAB, build_family, family_inputs, tolerance_of
 from tests.fixtures.lockstep import counted, reported, whole_gradients
 from tests.fixtures.models import default_dtype, initialise
@@ -66,9 +67,9 @@ def test_parity(family: str, plan: plans.Plan) -> None:
             traffic == reported(seqcomp.of(model).report()),
         )
 
-    for rank, (loss, logits, (gradient, worst), said) in enumerate(
-        lockstep(lambda: build_family(family), plan, step, inputs=batch)
-    ):
+    with exported_once(family):
+        ranks = lockstep(lambda: build_family(family), plan, step, inputs=batch)
+    for rank, (loss, logits, (gradient, worst), said) in enumerate(ranks):
         assert loss <= 1, rank
         assert logits <= 1, rank
         assert gradient <= 1, (rank, worst)
@@ -102,7 +103,10 @@ def on_ranks() -> OnRanks:
         key = (family, degree)
         if key not in known:
             plan = plans.megatron(degree) if degree > 1 else ALONE
-            known[key] = lockstep(lambda: build_family(family), plan, seen, inputs=family_inputs())
+            with exported_once(family):
+                known[key] = lockstep(
+                    lambda: build_family(family), plan, seen, inputs=family_inputs()
+                )
         return known[key]
 
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.fixtures.compare import (
     compare_grads,
     value_distance,
 )
+from tests.fixtures.exports import exported_once
 from tests.fixtures.families import needs_torchtitan, titan, titan_documents, titan_flex
 from tests.fixtures.flex import unfused
 from tests.fixtures.lockstep import whole_gradients
@@ -40,9 +42,18 @@ TOLERANCE = FP64_WITH_FP32_INSIDE
 
 
 def build(spec: str = "llama3/debugmodel") -> Any:
+    return copy.deepcopy(_first(titan, spec))
+
+
+def build_flex(spec: str) -> Any:
+    return copy.deepcopy(_first(titan_flex, spec))
+
+
+@functools.cache
+def _first(make: Callable[[str], nn.Module], spec: str) -> nn.Module:
     torch.manual_seed(0)
     with default_dtype(torch.float64):
-        return titan(spec)
+        return make(spec)
 
 
 def batch() -> dict[str, Tensor]:
@@ -98,7 +109,8 @@ def test_loss_outside(spec: str, plan: str, mode: str) -> None:
 
     outputs = {"outputs": {"output": mode}}
     loaded = seqcomp.load_plan(plan).model_dump(exclude_defaults=True)
-    ranks = lockstep(lambda: build(spec), {**loaded, **outputs}, step, inputs=batch())
+    with exported_once(spec):
+        ranks = lockstep(lambda: build(spec), {**loaded, **outputs}, step, inputs=batch())
     for rank, (logits, (gradient, worst), cuts) in enumerate(ranks):
         assert logits <= 1, rank
         assert gradient <= 1, (rank, worst)
@@ -137,7 +149,9 @@ def test_positions_passed_in(spec: str, style: str) -> None:
             compare_grads(gradients, whole_gradients(model, context), TOLERANCE),
         )
 
-    for logits, (gradient, worst) in lockstep(lambda: build(spec), "ring_2+megatron_sp_2", step):
+    with exported_once(spec):
+        ranks = lockstep(lambda: build(spec), "ring_2+megatron_sp_2", step)
+    for logits, (gradient, worst) in ranks:
         assert logits <= 1
         assert gradient <= 1, worst
 
@@ -178,15 +192,10 @@ def test_lengths_and_checkpoints() -> None:
 def test_flex_attention_of_packed_documents(spec: str, rows: int) -> None:
     """torchtitan's own default, with the positions and the block mask that its trainer passes."""
 
-    def flex() -> Any:
-        torch.manual_seed(0)
-        with default_dtype(torch.float64):
-            return titan_flex(spec)
-
     tokens = batch()["tokens"][:rows]
     packed = torch.tensor([[*range(10), *range(6)], [*range(3), *range(13)]])[:rows]
     call = titan_documents(packed)
-    alone = flex()
+    alone = build_flex(spec)
     with unfused():
         want = alone(tokens, **call)
         whole = alone(tokens, **titan_documents(torch.arange(16).expand(rows, -1)))
@@ -205,6 +214,8 @@ def test_flex_attention_of_packed_documents(spec: str, rows: int) -> None:
 
     # The weights are cut before the first call: its masks are not made up.
     given = {"inputs": {"tokens": tokens, **call}, "prepare": True, "timeout": 300}
-    for logits, (gradient, worst) in lockstep(flex, "ring_2+megatron_sp_2", step, **given):
+    for logits, (gradient, worst) in lockstep(
+        lambda: build_flex(spec), "ring_2+megatron_sp_2", step, **given
+    ):
         assert logits <= 1
         assert gradient <= 1, worst

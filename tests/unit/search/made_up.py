@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from seqcomp.hardware.cluster import Cluster
 from seqcomp.search.composition import Composition, Degrees
 from seqcomp.search.space import (
     Limits,
     Space,
-    all_compositions,
+    all_degrees,
     arrangements_of,
     orders_of,
     shardings_of,
@@ -80,6 +83,28 @@ class HandMade:
         start = replace(composition, checkpoint="none", loss_chunks=1)
         text = f"{self.seed}{salt}{start}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest()) / 2**48
+
+
+def all_compositions(
+    gpus: int, limits: Limits, space: Space, cluster: Cluster
+) -> Iterator[Composition]:
+    """The whole space, one by one."""
+    for degrees in all_degrees(gpus, limits):
+        shardings = list(shardings_of(degrees, space))
+        for order in orders_of(degrees, cluster):
+            for arranged, (axes, reshard), checkpoint, chunks in itertools.product(
+                arrangements_of(degrees, order, limits, space),
+                shardings,
+                space.checkpoint,
+                space.loss_chunks,
+            ):
+                yield replace(
+                    arranged,
+                    fsdp=_in_order(arranged, axes),
+                    reshard=reshard,
+                    checkpoint=checkpoint,
+                    loss_chunks=chunks,
+                )
 
 
 def _in_order(composition: Composition, axes: tuple[str, ...]) -> tuple[str, ...]:

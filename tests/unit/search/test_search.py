@@ -22,8 +22,9 @@ from seqcomp.search.composition import Composition, Degrees
 from seqcomp.search.feasible import changes
 from seqcomp.search.pricing import Pricer
 from seqcomp.search.search import search
-from seqcomp.search.space import Space, all_compositions, orders_of
+from seqcomp.search.space import Space, orders_of
 from tests.fixtures.pricing import SMALL, ideal
+from tests.unit.search.made_up import all_compositions
 
 SPACE = Space(loss_chunks=(1, 8))
 DROP = FrozenMap({"logits": "drop"})

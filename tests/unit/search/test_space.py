@@ -16,13 +16,12 @@ from seqcomp.search.composition import Composition, Degrees
 from seqcomp.search.space import (
     Limits,
     Space,
-    all_compositions,
     all_degrees,
     arrangements_of,
     orders_of,
 )
 from tests.fixtures.pricing import ideal
-from tests.unit.search.made_up import CLUSTER
+from tests.unit.search.made_up import CLUSTER, all_compositions
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 HEADS = [(1, 1), (4, 2), (6, 6), (8, 1), (12, 4)]
