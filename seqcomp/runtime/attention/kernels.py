@@ -105,7 +105,9 @@ def _cpu_flash_forward(
         q, k, v, 0.0, causal, attn_mask=bias, scale=scale
     )
     # The kernel says 0 for a query that sees nothing.
-    return out, lse.masked_fill(_sees_nothing(bias), float("-inf"))
+    if bool((lse == 0).any()):
+        lse = lse.masked_fill(_sees_nothing(bias), float("-inf"))
+    return out, lse
 
 
 def _cpu_flash_backward(
@@ -135,6 +137,8 @@ def _bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """
     mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
     dtype, shape = accumulator_dtype(q.dtype), (*mask.shape[:2], q.shape[2], k.shape[2])
+    if mask.dtype == dtype and mask.shape == shape and mask.is_contiguous():
+        return mask
     if mask.dtype != torch.bool:
         return mask.to(dtype).expand(shape).contiguous()
     bias = torch.zeros(shape, dtype=dtype, device=q.device)

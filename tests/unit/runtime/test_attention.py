@@ -100,7 +100,7 @@ class Scattered(Causal):
     def visible(self, q: Any, k: Any) -> Any:
         return super().visible(q, k) & ((q + k) % 2 == 0) & (q != 0)
 
-    def split(self, q, k, parts=1):
+    def split(self, q, k, cut=None):
         return [ring.TileTask(0, len(q), 0, len(k), ring.Tile.PARTIAL)]
 
 
