@@ -13,6 +13,11 @@ from seqcomp.layout.tiles import Tile, TileTask
 SMALLEST_EDGE = 128
 """Rows of one tile along the lower edge of a band, at least."""
 
+SMALLEST_STRIP = 64
+
+ALIGNED = 16
+"""Keys of a strip are a multiple, where there are so many: kernels take longer for others."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -21,23 +26,58 @@ class Limits:
     low: int | None = None
     high: int | None = None
 
+    @property
+    def transposed(self) -> Limits:
+        """Of key - query."""
+        low, high = (None if x is None else -x for x in (self.high, self.low))
+        return Limits(low, high)
+
+
+@dataclass(frozen=True)
+class BandCut:
+    """How a band is cut into tiles.
+
+    parts: tiles along the lower edge have the band's width over this as rows, at least
+    SMALLEST_EDGE. One makes the fewest kernel calls; more leave fewer pairs to the two triangles at
+    the edges, for kernels that are slower on these than on rectangles.
+    strip: a band of at most `widest` tokens is cut into so many queries (`keys`: keys) each, with
+    all keys (queries) that see them, and a mask for the corners: fewer and larger tiles, whose
+    results need not be added up along the queries (keys).
+    """
+
+    parts: int = 1
+    strip: int = 0
+    widest: int = 0
+    keys: bool = False
+
+    def rows(self, width: int) -> int:
+        """Of a strip of a band so wide; 0: it is not cut into strips."""
+        if width > self.widest:
+            return 0
+        return min(self.strip, max(SMALLEST_STRIP, width // 4))
+
+
+PLAIN = BandCut()
+
 
 def split_band(
-    limits: Limits, q: range, k: range, *, parts: int = 1, smallest: int = SMALLEST_EDGE
+    limits: Limits, q: range, k: range, cut: BandCut = PLAIN, *, smallest: int = SMALLEST_EDGE
 ) -> list[TileTask]:
-    """Disjoint tasks that cover exactly the visible pairs of two ascending ranges.
-
-    parts: tiles along the lower edge have the band's width over this as rows, at least `smallest`.
-    """
+    """Disjoint tasks that cover exactly the visible pairs of two ascending ranges."""
     if not len(q) or not len(k):
         return []
     if q.step != k.step:
-        return _split_unequal(limits, q, k, smallest)
+        return _in_strips(limits, q, k, smallest)
     down, up = _diagonals(limits, q, k)
     first, last = max(0, -up), min(len(q), len(k) - down)
     if down > up or first >= last:
         return []
-    rows = max(smallest, (up - down + 1) // parts)
+    strip = cut.rows(up - down + 1)
+    if strip and limits.low is not None and last + down > 1:
+        if cut.keys:
+            return [t.transposed for t in _in_strips(limits.transposed, k, q, strip)]
+        return _in_strips(limits, q, k, strip)
+    rows = max(smallest, (up - down + 1) // cut.parts)
     # Rows from `saturated` on see up to the last key, those before `opened` from the first one.
     saturated = len(k) - up if up < len(k) - 1 else 0
     opened = 1 - down
@@ -114,15 +154,18 @@ def _task(q_start: int, q_stop: int, k_start: int, k_stop: int, kind: Tile) -> l
     return [TileTask(q_start, q_stop, k_start, k_stop, kind)]
 
 
-def _split_unequal(limits: Limits, q: range, k: range, rows: int) -> list[TileTask]:
+def _in_strips(limits: Limits, q: range, k: range, rows: int) -> list[TileTask]:
+    """Some rows and all keys from the first to the last that they see are one tile."""
     tasks = []
-    for at in range(0, len(q), rows):
-        part = q[at : at + rows]
-        start, stop = _hull(limits, part, k)
-        area = band_area(limits, part, k[start:stop])
-        if area:
-            kind = Tile.FULL if area == len(part) * (stop - start) else Tile.PARTIAL
-            tasks += _task(at, at + len(part), start, stop, kind)
+    seen, rows_seen = keys_in_band(limits, q, k), keys_in_band(limits.transposed, k, q)
+    for at in range(rows_seen.start, rows_seen.stop, rows):
+        stop = min(at + rows, rows_seen.stop)
+        part, keys = q[at:stop], keys_in_band(limits, q[at:stop], k)
+        if not keys:
+            continue
+        start = max(seen.start, keys.start - -len(keys) % ALIGNED)
+        whole = band_area(limits, part, k[start : keys.stop]) == len(part) * (keys.stop - start)
+        tasks += _task(at, stop, start, keys.stop, Tile.FULL if whole else Tile.PARTIAL)
     return tasks
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from seqcomp.layout.bands import PLAIN, BandCut
 from seqcomp.layout.masks import Causal, Mask
 from seqcomp.layout.tiles import TileTask
 
@@ -45,11 +46,11 @@ class Documents(Mask):
         )
         return self.rule.visible(q, k) & same
 
-    def split(self, q: range, k: range, parts: int = 1) -> list[TileTask]:
+    def split(self, q: range, k: range, cut: BandCut = PLAIN) -> list[TileTask]:
         return [
             task.moved(q_offset, k_offset)
             for (q_offset, own), (k_offset, keys) in self._shared(q, k)
-            for task in self.rule.split(own, keys, parts)
+            for task in self.rule.split(own, keys, cut)
         ]
 
     def shared(self, q: range, k: range) -> Iterator[tuple[range, range]]:

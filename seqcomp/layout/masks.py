@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from seqcomp.layout.bands import Limits, keys_in_band, split_band
+from seqcomp.layout.bands import PLAIN, BandCut, Limits, keys_in_band, split_band
 from seqcomp.layout.tiles import Tile, TileTask, joined
 
 __all__ = [
@@ -28,10 +28,10 @@ class Mask(ABC):
         """Whether the query at position q sees the key at k; ints, or arrays that broadcast."""
 
     @abstractmethod
-    def split(self, q: range, k: range, parts: int = 1) -> list[TileTask]:
+    def split(self, q: range, k: range, cut: BandCut = PLAIN) -> list[TileTask]:
         """Disjoint tasks that cover exactly the visible pairs of two ascending ranges.
 
-        parts: see ``tiles``.
+        cut: of the bands in it.
         """
 
     def keys_seen(self, q: range, k: range) -> range:
@@ -54,7 +54,7 @@ class Full(Mask):
     def visible(self, q: Any, k: Any) -> Any:
         return (q >= 0) & (k >= 0)
 
-    def split(self, q: range, k: range, parts: int = 1) -> list[TileTask]:
+    def split(self, q: range, k: range, cut: BandCut = PLAIN) -> list[TileTask]:
         return [TileTask(0, len(q), 0, len(k), Tile.FULL)] if len(q) and len(k) else []
 
 
@@ -63,8 +63,8 @@ class _Banded(Mask):
     @abstractmethod
     def limits(self) -> Limits: ...
 
-    def split(self, q: range, k: range, parts: int = 1) -> list[TileTask]:
-        return split_band(self.limits, q, k, parts=parts)
+    def split(self, q: range, k: range, cut: BandCut = PLAIN) -> list[TileTask]:
+        return split_band(self.limits, q, k, cut)
 
     def keys_seen(self, q: range, k: range) -> range:
         return keys_in_band(self.limits, q, k)
@@ -115,24 +115,20 @@ def classify(mask: Mask, q: range, k: range) -> Tile:
 
 
 def tiles(
-    mask: Mask, q_ranges: Sequence[range], k_ranges: Sequence[range], *, parts: int = 1
+    mask: Mask, q_ranges: Sequence[range], k_ranges: Sequence[range], cut: BandCut = PLAIN
 ) -> tuple[TileTask, ...]:
     """The kernel calls for all queries in ``q_ranges`` against all keys in ``k_ranges``.
 
     Together they cover exactly the visible pairs (PARTIAL ones a superset that their own mask
     trims), each once; empty ones are left out and neighbours are joined. Offsets count over the
     concatenation of the ranges. Ordered by query, then key.
-
-    parts: into how many tiles a square of a band's width is cut along the band's lower edge. One
-    makes the fewest kernel calls; more leave fewer pairs to the two triangles at its edges, for
-    kernels that are slower on these than on rectangles.
     """
     tasks: list[TileTask] = []
     q_offset = 0
     for q in q_ranges:
         k_offset = 0
         for k in k_ranges:
-            tasks += [task.moved(q_offset, k_offset) for task in mask.split(q, k, parts)]
+            tasks += [task.moved(q_offset, k_offset) for task in mask.split(q, k, cut)]
             k_offset += len(k)
         q_offset += len(q)
     return joined(tasks)

@@ -15,6 +15,8 @@ def additive(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """
     mask = mask.view((1,) * (4 - mask.dim()) + mask.shape)
     dtype, shape = accumulator_dtype(q.dtype), (*mask.shape[:2], q.shape[2], k.shape[2])
+    if mask.dtype == dtype and mask.shape == shape and mask.is_contiguous():
+        return mask
     if mask.dtype != torch.bool:
         return mask.to(dtype).expand(shape).contiguous()
     bias = torch.zeros(shape, dtype=dtype, device=q.device)

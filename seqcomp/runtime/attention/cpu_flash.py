@@ -26,7 +26,9 @@ def forward(
         q, k, v, 0.0, causal, attn_mask=bias, scale=scale
     )
     # The kernel says 0 for a query that sees nothing.
-    return out, lse.masked_fill(sees_nothing(bias), float("-inf"))
+    if bool((lse == 0).any()):
+        lse = lse.masked_fill(sees_nothing(bias), float("-inf"))
+    return out, lse
 
 
 def backward(

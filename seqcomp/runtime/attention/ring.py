@@ -68,16 +68,16 @@ class Ring:
     def rank(self) -> int:
         return self.comm.rank if self.comm else 0
 
-    def tasks(self, source: int) -> tuple[TileTask, ...]:
+    def tasks(self, source: int, phase: Phase) -> tuple[TileTask, ...]:
         """This rank's queries against the block of ``source``."""
-        return self.tiling.tasks(self.rank, source)
+        return self.tiling.tasks(self.rank, source, phase)
 
     def own(self, phase: Phase) -> Halves:
         """The same of its own block: what comes before all others, and what behind them."""
         hops = not self.gathered and (self.size > 1 if self.travel is None else self.travel.steps)
         if phase == "backward" and hops:
             return self.tiling.halves(self.rank)
-        return Halves(self.tasks(self.rank))
+        return Halves(self.tasks(self.rank, phase))
 
     @property
     def route(self) -> Route | None:
@@ -158,7 +158,7 @@ def _steps(
     comes again at the end, when the gradients of the last other one are under way."""
     own = ring.own(phase)
     for source, k_block, v_block in _blocks(ring, k, v, phase):
-        tasks = own.first if source == ring.rank else ring.tasks(source)
+        tasks = own.first if source == ring.rank else ring.tasks(source, phase)
         yield source, tasks, k_block, v_block
     del k_block, v_block
     if own.last:

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from seqcomp.layout.bands import PLAIN, BandCut
 from seqcomp.layout.blocks import block_size
 from seqcomp.layout.cuts import Grain, cut
 from seqcomp.layout.halves import Halves, halves
@@ -25,13 +26,20 @@ from seqcomp.runtime.attention.heads import of_heads
 from seqcomp.runtime.attention.hidden_rows import HiddenRows
 from seqcomp.runtime.attention.pair_bounds import bounds
 from seqcomp.runtime.attention.pair_mask import PairMask
+from seqcomp.runtime.attention.rule_mask import RuleMask
 from seqcomp.runtime.attention.score_tile import ScoreTile
 from seqcomp.runtime.attention.tile_mask import TileMask
 from seqcomp.runtime.positions import positions
+from seqcomp.runtime.traffic import Phase
 
 # The CPU's flash kernel skips keys in blocks of 512: smaller triangles cost as much as squares, and
-# tiles of less than 128 rows and keys cost more in copies and sums than they spare.
-CPU_PARTS = 2
+# tiles of less than 128 rows and keys cost more in copies and sums than they spare. In narrow bands
+# a mask costs less than these: strips of the size at which the kernel is fastest, along what gets
+# one part then: the output in forward, dk and dv in backward.
+CPU_CUT: dict[Phase, BandCut] = {
+    "forward": BandCut(parts=2, strip=192, widest=2048),
+    "backward": BandCut(parts=2, strip=160, widest=4096, keys=True),
+}
 CPU_GRAIN = Grain(smallest=128, largest=2048)
 LONGEST_MASK = 4096  # keys of one tile that needs a mask: what is evaluated stays O(tile)
 
@@ -44,13 +52,14 @@ class Tiling(ABC):
     device: torch.device
 
     @abstractmethod
-    def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]: ...
+    def tasks(self, rank: int, source: int, phase: Phase = "forward") -> tuple[TileTask, ...]:
+        """The same pairs in both phases, maybe in other tiles."""
 
     def halves(self, rank: int) -> Halves:
         """The tiles of a rank's queries against its own keys, in two parts."""
         if rank not in self._halves:
             self._halves[rank] = halves(
-                self.tasks(rank, rank), lambda found: _for_kernels(found, self.device)
+                self.tasks(rank, rank, "backward"), lambda found: _for_kernels(found, self.device)
             )
         return self._halves[rank]
 
@@ -96,14 +105,14 @@ class StaticTiling(Tiling):
     device: torch.device
     real: int | None = None
 
-    def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
-        if (rank, source) not in self._known:
-            keys = self._ranges(source)
+    def tasks(self, rank: int, source: int, phase: Phase = "forward") -> tuple[TileTask, ...]:
+        if (rank, source, phase) not in self._known:
+            queries, keys = self._ranges(rank), self._ranges(source)
             keys = keys if self.real is None else before(keys, self.real)
-            parts = CPU_PARTS if self.device.type == "cpu" else 1
-            found = tiles(self.rule, self._ranges(rank), keys, parts=parts)
-            self._known[rank, source] = _for_kernels(found, self.device)
-        return self._known[rank, source]
+            how = CPU_CUT[phase] if self.device.type == "cpu" else PLAIN
+            found = tiles(self.rule, queries, keys, how)
+            self._known[rank, source, phase] = _for_kernels(found, self.device)
+        return self._known[rank, source, phase]
 
     def travel(self) -> Travel | None:
         return self._travel
@@ -113,13 +122,17 @@ class StaticTiling(Tiling):
         return travel_of(self.rule, self.layout, self.length)
 
     @cached_property
-    def _known(self) -> dict[tuple[int, int], tuple[TileTask, ...]]:
+    def _known(self) -> dict[tuple[int, int, Phase], tuple[TileTask, ...]]:
         return {}
 
     def mask(self, task: TileTask, rank: int, source: int, heads: Sequence[int]) -> Tensor:
-        q = positions(slice_ranges(self._ranges(rank), task.q_start, task.q_stop), self.device)
-        k = positions(slice_ranges(self._ranges(source), task.k_start, task.k_stop), self.device)
-        return self.rule.visible(q[:, None], k[None, :])
+        q = slice_ranges(self._ranges(rank), task.q_start, task.q_stop)
+        k = slice_ranges(self._ranges(source), task.k_start, task.k_stop)
+        return self._mask.of(q, k)
+
+    @cached_property
+    def _mask(self) -> RuleMask:
+        return RuleMask(self.rule, self.device)
 
     def _ranges(self, rank: int) -> tuple[range, ...]:
         return self.layout.ring_ranges(self.length, rank)
@@ -155,7 +168,7 @@ class DataTiling(Tiling):
         self._best: dict[int, Tensor | None] = {}
         self._lock = threading.RLock()  # autograd may run backward in other threads
 
-    def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
+    def tasks(self, rank: int, source: int, phase: Phase = "forward") -> tuple[TileTask, ...]:
         with self._lock:
             if (rank, source) not in self._tasks:
                 self._tasks[rank, source] = self._made(rank, source)

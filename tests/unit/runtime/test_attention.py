@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from seqcomp.layout.bands import SMALLEST_EDGE
 from seqcomp.layout.intervals import work
-from seqcomp.layout.masks import Band, Causal, Tile, tiles
+from seqcomp.layout.masks import Band, Causal, Mask, Tile, tiles
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.runtime.attention import AttentionPlan, attention, kernels, ring
 from seqcomp.runtime.threads import run_ranks
@@ -94,13 +94,13 @@ def test_a_window_of_triangles_and_no_masks(layout, window):
             assert Tile.PARTIAL not in kinds
 
 
-class Scattered(Causal):
+class Scattered(Mask):
     """A mask that no kernel knows: causal, and only keys of the query's parity."""
 
     def visible(self, q: Any, k: Any) -> Any:
-        return super().visible(q, k) & ((q + k) % 2 == 0) & (q != 0)
+        return (k <= q) & ((q + k) % 2 == 0) & (q != 0)
 
-    def split(self, q, k, parts=1):
+    def split(self, q, k, cut=None):
         return [ring.TileTask(0, len(q), 0, len(k), ring.Tile.PARTIAL)]
 
 

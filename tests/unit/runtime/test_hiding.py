@@ -11,7 +11,7 @@ from torch import Tensor
 from seqcomp.layout import halves
 from seqcomp.layout.masks import Band, Causal, Full, Mask, TileTask, tiles
 from seqcomp.runtime.attention import attention, ring
-from seqcomp.runtime.attention.tiling import CPU_PARTS
+from seqcomp.runtime.attention.tiling import CPU_CUT
 from seqcomp.runtime.comm import Communicator, Pending, RankContext
 from seqcomp.runtime.threads import run_ranks
 from tests.fixtures.sharded_attention import Case, reference
@@ -117,7 +117,9 @@ def test_hops_of_the_backward_have_tiles_behind_them(
 
 
 def test_control_nothing_is_kept_back(noted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring.Ring, "own", lambda self, _: halves.Halves(self.tasks(self.rank)))
+    monkeypatch.setattr(
+        ring.Ring, "own", lambda self, phase: halves.Halves(self.tasks(self.rank, phase))
+    )
     case = Case({"ring": 2}, "zigzag", length=64, batch=1)
     for log, wrong in run_ranks(lambda ctx: backward_of(ctx, case), case.sizes):
         assert wrong < 1e-10
@@ -131,6 +133,6 @@ def test_an_all_gather_computes_the_own_block_first(rule: Mask, noted: None) -> 
     case = Case({"ring": 2}, "zigzag", "allgather", rule=rule, length=64, batch=1)
     for rank, (log, wrong) in enumerate(run_ranks(lambda ctx: backward_of(ctx, case), case.sizes)):
         own = case.plan.layout.ring_ranges(64, rank)
-        tasks = list(tiles(rule, own, own, parts=CPU_PARTS))
+        tasks = list(tiles(rule, own, own, CPU_CUT["backward"]))
         assert log[: len(tasks)] == tasks
         assert wrong < 1e-10

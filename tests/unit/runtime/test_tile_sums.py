@@ -69,6 +69,6 @@ def test_a_window_costs_what_is_seen(mask: Band | Causal) -> None:
         attention(*inputs, plan).sum().backward()
     i = torch.arange(length)
     visible = int(mask.visible(i[:, None], i[None]).sum())
-    assert visible < watched.pairs <= 1.15 * visible, watched.pairs / visible
-    assert watched.calls > 30
+    assert visible < watched.pairs <= 1.2 * visible, watched.pairs / visible
+    assert watched.calls > 15
     assert watched.alive <= 9  # of three tiles
