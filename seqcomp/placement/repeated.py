@@ -16,11 +16,12 @@ from torch.fx import Node
 from seqcomp.capture.call import SEQ
 from seqcomp.capture.edit import is_tensor, module_path, op_name
 from seqcomp.capture.export import Capture
-from seqcomp.capture.kinds import CONVOLUTIONS
+from seqcomp.capture.kinds import CONVOLUTIONS, RECURRENT
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, Size, evaluate, product
 from seqcomp.capture.windows import Window
 from seqcomp.diagnostics import Diagnostic, diagnostic
 from seqcomp.layout.masks import Causal
+from seqcomp.placement.recurrent import recurrent_flops
 from seqcomp.placement.rule import Decision, MeshView
 
 _PRODUCTS = ("aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.__matmul__")
@@ -128,6 +129,8 @@ def _flops(node: Node, capture: Capture) -> Size | None:
     Causal attention counts half of its square.
     """
     name = op_name(node)
+    if name in RECURRENT:
+        return recurrent_flops(node, capture)
     if not is_tensor(node):
         return None
     out = product(capture.shape(node))
