@@ -28,9 +28,11 @@ from seqcomp.capture.kinds import (
     is_off,
     is_pointwise,
 )
+from seqcomp.capture.lead_dims import fused_lead_pass
 from seqcomp.capture.linears import linears_pass
 from seqcomp.capture.losses import mean_loss_pass, shift_labels_pass
 from seqcomp.capture.repeats import heads_first_pass
+from seqcomp.capture.score_products import bmm_pass
 from seqcomp.diagnostics import PlanError, diagnostic
 
 aten = torch.ops.aten
@@ -52,7 +54,9 @@ def canonicalise(capture: Capture) -> Capture:
         shift_labels_pass,
         mean_loss_pass,
         flat_heads_pass,
+        bmm_pass,
         einsums_pass,
+        fused_lead_pass,
         heads_first_pass,
         fixed_squeezes_pass,
         separate_operands_pass,

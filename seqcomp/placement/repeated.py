@@ -147,10 +147,11 @@ def _flops(node: Node, capture: Capture) -> Size | None:
                 return None
             letters |= dict(zip(names, capture.shape(operand), strict=True))
         return 2 * product(letters.values())
-    if name == "attention":
+    if name in ("attention", "aten.scaled_dot_product_attention"):
         query, key = capture.shape(node.args[0]), capture.shape(node.args[1])
-        work = 2 * out * key[2] + 2 * product(query) * key[2]
-        return work / 2 if isinstance(node.meta["attention"].mask, Causal) else work
+        work = 2 * out * key[-2] + 2 * product(query) * key[-2]
+        info = node.meta.get("attention")
+        return work / 2 if info is not None and isinstance(info.mask, Causal) else work
     if name in _NORMS:
         return _PER_ELEMENT_OF_A_NORM * out
     if name in CONVOLUTIONS or (isinstance(node.target, Window) and node.target.mixes_channels):

@@ -1,0 +1,121 @@
+"""Attention over other dims than [batch, heads]: as one over these, between views.
+
+Scores [B * heads, S, S], and [B, KV heads, queries of each, S, S] whose keys stand once for all
+queries of theirs, are then read like all other attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from seqcomp.capture.edit import Editor, argument, op_name
+from seqcomp.capture.export import Capture
+from seqcomp.capture.sizes import Size
+
+aten = torch.ops.aten
+
+
+def fused_lead_pass(capture: Capture) -> None:
+    """scaled_dot_product_attention over other dims becomes one over [batch, heads]."""
+    editor = Editor(capture)
+    for node in list(capture.graph.nodes):
+        name = op_name(node) if node.op == "call_function" else ""
+        if name != "aten.scaled_dot_product_attention" or node.meta["val"].ndim == 4:
+            continue
+        q, k, v = node.args[:3]
+        lead = lead_of(capture, q=q, k=k, v=v, product=node)
+        if lead is None:
+            continue
+        q, k, v = (lead.view(editor, x, before=node) for x in (q, k, v))
+        mask = lead.of_scores(editor, argument(node, 3, "attn_mask"), before=node)
+        options = {
+            "dropout_p": argument(node, 4, "dropout_p", 0.0),
+            "is_causal": argument(node, 5, "is_causal", False),
+            "scale": argument(node, 6, "scale"),
+            "enable_gqa": True,
+        }
+        new = editor.call(node.target, (q, k, v, mask), options, before=node)
+        if "dropped" in node.meta:
+            new.meta["dropped"] = node.meta["dropped"]
+        editor.replace(node, lead.undo(editor, new, before=node))
+
+
+@dataclass(frozen=True)
+class Lead:
+    """The dims in front of [rows, columns] and the views that make two of them, and undo it."""
+
+    sizes: tuple[Size, ...]
+    there: tuple[Any, ...]  # (operation, arguments behind the value)
+    back: tuple[Any, ...]
+
+    def view(self, editor: Editor, node: Node, before: Node) -> Node:
+        target, *args = self.there
+        return editor.call(target, (node, *args), before=before)
+
+    def undo(self, editor: Editor, node: Node, before: Node) -> Node:
+        target, *args = self.back
+        return editor.call(target, (node, *args), before=before)
+
+    def of_scores(self, editor: Editor, mask: Node | None, before: Node) -> Node | None:
+        """What is added to all scores, or hides some, with dims in front as the scores have."""
+        ndim = len(self.sizes) + 2
+        if mask is None or mask.meta["val"].ndim <= 2:
+            return mask
+        while mask.meta["val"].ndim < ndim:
+            mask = editor.call(aten.unsqueeze.default, (mask, 0), before=before)
+        given = editor.capture.shape(mask)[:-2]
+        if ndim == 3 and given[0] == 1:
+            return editor.call(aten.unsqueeze.default, (mask, 0), before=before)
+        if ndim > 4 and all(size == 1 for size in given[1:]):
+            rest = list(range(2, ndim - 2))  # not joined: what a mask is made of is read through
+            return editor.call(aten.squeeze.dims, (mask, rest), before=before)
+        if any(size != 1 for size in given[1:]) and given[1:] != self.sizes[1:]:
+            sizes = [-1, *(int(size) for size in self.sizes[1:]), -1, -1]
+            mask = editor.call(aten.expand.default, (mask, sizes), before=before)
+        return self.view(editor, mask, before)
+
+
+def lead_of(capture: Capture, *, q: Node, k: Node, v: Node, product: Node) -> Lead | None:
+    """What stands in front of q [*lead, Sq, d], keys and values; None where they do not fit.
+
+    product: weights @ v. Keys and values have the lead of the queries, or 1 in its last places.
+    """
+    shapes = [capture.shape(n) for n in (q, k, v, product)]
+    sizes, own = (shape[:-2] for shape in shapes[:2])
+    fits = len({len(shape) for shape in shapes}) == 1 and _are_shared(sizes, own)
+    if not fits or shapes[2][:-1] != shapes[1][:-1] or shapes[3][:-2] != sizes:
+        return None
+    if len(sizes) == 1:
+        heads = sizes[0] / capture.batch if capture.batch is not None else sizes[0]
+        if not heads.is_Integer or heads <= 1:
+            return None
+        apart = (aten.unflatten.int, 0, [-1, int(heads)])
+        return Lead(sizes, apart, (aten.flatten.using_ints, 0, 1))
+    if not all(size.is_Integer for size in sizes[1:]):
+        return None
+    last = len(sizes) - 1
+    apart = (aten.unflatten.int, 1, [int(size) for size in sizes[1:]])
+    return Lead(sizes, (aten.flatten.using_ints, 1, last), apart)
+
+
+def _are_shared(sizes: Sequence[Size], own: Sequence[Size]) -> bool:
+    """Whether keys of these dims in front stand for the queries of those behind each other."""
+    pairs = list(zip(sizes, own, strict=True))
+    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    return same > 0 and all(size == 1 for size in own[same:])
+
+
+def between_views(capture: Capture, product: Node, lead: Lead) -> Node:
+    """The product as [B, heads, Sq, dv]; what used it uses that, with its own dims again."""
+    editor, after = Editor(capture), product.next
+    out = lead.view(editor, product, before=after)
+    own = lead.undo(editor, out, before=after)
+    product.replace_all_uses_with(own, delete_user_cb=lambda user: user is not out)
+    for node in (out, own):
+        node.meta["nn_module_stack"] = dict(product.meta.get("nn_module_stack") or {})
+    return out
