@@ -98,7 +98,7 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
         product, q, k, v = _one_dtype(capture, product, q, k, v)
     if ndim != 4:
         editor, before = Editor(capture), product
-        mask, filled = (lead.of_scores(editor, m, before) for m in (mask, filled))
+        mask, filled = lead.of_scores(editor, mask, filled, before=before)
         q, k, v = (lead.view(editor, x, before) for x in (q, k, v))
         product = between_views(capture, product, lead)
     return Written(

@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
-from seqcomp.capture.edit import Editor, argument, op_name
+from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
 from seqcomp.capture.export import Capture
+from seqcomp.capture.kinds import is_pointwise
 from seqcomp.capture.sizes import Size
 
 aten = torch.ops.aten
+RESHAPES = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten")
+_FILLS: dict[str, float] = {"aten.zeros": 0.0, "aten.ones": 1.0}
 
 
 def fused_lead_pass(capture: Capture) -> None:
@@ -32,7 +36,7 @@ def fused_lead_pass(capture: Capture) -> None:
         if lead is None:
             continue
         q, k, v = (lead.view(editor, x, before=node) for x in (q, k, v))
-        mask = lead.of_scores(editor, argument(node, 3, "attn_mask"), before=node)
+        (mask,) = lead.of_scores(editor, argument(node, 3, "attn_mask"), before=node)
         options = {
             "dropout_p": argument(node, 4, "dropout_p", 0.0),
             "is_causal": argument(node, 5, "is_causal", False),
@@ -61,23 +65,50 @@ class Lead:
         target, *args = self.back
         return editor.call(target, (node, *args), before=before)
 
-    def of_scores(self, editor: Editor, mask: Node | None, before: Node) -> Node | None:
-        """What is added to all scores, or hides some, with dims in front as the scores have."""
-        ndim = len(self.sizes) + 2
-        if mask is None or mask.meta["val"].ndim <= 2:
-            return mask
-        while mask.meta["val"].ndim < ndim:
-            mask = editor.call(aten.unsqueeze.default, (mask, 0), before=before)
-        given = editor.capture.shape(mask)[:-2]
-        if ndim == 3 and given[0] == 1:
-            return editor.call(aten.unsqueeze.default, (mask, 0), before=before)
-        if ndim > 4 and all(size == 1 for size in given[1:]):
-            rest = list(range(2, ndim - 2))  # not joined: what a mask is made of is read through
-            return editor.call(aten.squeeze.dims, (mask, rest), before=before)
-        if any(size != 1 for size in given[1:]) and given[1:] != self.sizes[1:]:
+    def of_scores(self, editor: Editor, *masks: Node | None, before: Node) -> list[Node | None]:
+        """What is added to all scores, or hides some: [B or 1, heads or 1, ..], as the scores.
+
+        Operations on elements are done on what has these dims, so that a mask is read on through;
+        what several masks are made of stays one value.
+        """
+        made: dict[Node, Node] = {}
+
+        def four(node: Node) -> Node:
+            if not is_tensor(node) or node.meta["val"].ndim <= 2:
+                return node
+            if node not in made:
+                if node.op == "call_function" and is_pointwise(node):
+                    args, kwargs = (map_arg(x, four) for x in (node.args, dict(node.kwargs)))
+                    made[node] = editor.call(node.target, args, kwargs, before=before, like=node)
+                else:
+                    made[node] = self._of_leaf(editor, node, before)
+            return made[node]
+
+        return [mask and four(mask) for mask in masks]
+
+    def _of_leaf(self, editor: Editor, node: Node, before: Node) -> Node:
+        ndim, value = len(self.sizes) + 2, constant_of(node)
+        if value is not None:
+            options = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
+            return editor.call(aten.full.default, ([1, 1], value), options, before=before)
+        while node.meta["val"].ndim < ndim:
+            node = editor.call(aten.unsqueeze.default, (node, 0), before=before)
+        shape = editor.capture.shape(node)
+        given, rest = shape[:-2], shape[-2:]
+        if ndim == 3:
+            if given[0] == 1:
+                return editor.call(aten.unsqueeze.default, (node, 0), before=before)
+            source = node.args[0] if op_name(node) in RESHAPES else None
+            heads = self.there[2][1]
+            if is_tensor(source) and editor.capture.shape(source)[1:] == (heads, *rest):
+                return source
+        elif all(size == 1 for size in given[1:]):
+            dims = list(range(2, ndim - 2))
+            return editor.call(aten.squeeze.dims, (node, dims), before=before)
+        elif given[1:] != self.sizes[1:]:
             sizes = [-1, *(int(size) for size in self.sizes[1:]), -1, -1]
-            mask = editor.call(aten.expand.default, (mask, sizes), before=before)
-        return self.view(editor, mask, before)
+            node = editor.call(aten.expand.default, (node, sizes), before=before)
+        return self.view(editor, node, before)
 
 
 def lead_of(capture: Capture, *, q: Node, k: Node, v: Node, product: Node) -> Lead | None:
@@ -119,3 +150,10 @@ def between_views(capture: Capture, product: Node, lead: Lead) -> Node:
     for node in (out, own):
         node.meta["nn_module_stack"] = dict(product.meta.get("nn_module_stack") or {})
     return out
+
+
+def constant_of(node: Node) -> float | None:
+    """The number of which a tensor is full."""
+    name = op_name(node) if node.op == "call_function" else ""
+    value = node.args[1] if name == "aten.full" else _FILLS.get(name)
+    return value if isinstance(value, int | float) else None
