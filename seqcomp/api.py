@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -166,7 +167,8 @@ def attach(
     previous = compiled_of(model)
     if previous is not None:
         previous.close()
-    if example_inputs is None and (resolved.tensor_size > 1 or resolved.fsdp_axes):
+    derived = example_inputs is None and (resolved.tensor_size > 1 or bool(resolved.fsdp_axes))
+    if derived:
         example_inputs = _derived_example(model, resolved)
     dump = os.environ.get("SEQCOMP_DUMP")
     compiled = Compiled(
@@ -180,8 +182,10 @@ def attach(
         kwargs = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
         try:
             compiled.prepare(args, kwargs)
-        except PlanError:
+        except PlanError as error:
             compiled.close()
+            if derived:
+                raise _of_derived(error) from error
             raise
     return model
 
@@ -192,6 +196,14 @@ def _derived_example(model: torch.nn.Module, resolved: ResolvedPlan) -> dict[str
     # Without its logits and without a loss a model computes nothing, and reads no parameter.
     dropped = "drop" in resolved.plan.outputs.values()
     return example_call(model, length=factor * max(2, 32 // factor), labels=dropped)
+
+
+def _of_derived(error: PlanError) -> PlanError:
+    """What torch cannot capture may be the call that was made up, not the model."""
+    more = "; or pass example_inputs={...}: this call was made up from the signature of forward"
+    return PlanError(
+        [replace(d, help=f"{d.help}{more}") if d.code == "SC301" else d for d in error.diagnostics]
+    )
 
 
 def of(model: torch.nn.Module) -> Compiled:

@@ -20,10 +20,19 @@ from seqcomp.capture.einsums import einsums_pass
 from seqcomp.capture.export import Capture
 from seqcomp.capture.flat_heads import flat_heads_pass
 from seqcomp.capture.functional import filled_buffers_pass, functional_pass
-from seqcomp.capture.kinds import DROPOUTS, OTHER_DROPOUTS, VIEWS, is_off, is_pointwise
+from seqcomp.capture.kinds import (
+    DROPOUTS,
+    OTHER_DROPOUTS,
+    RECURRENT,
+    VIEWS,
+    is_off,
+    is_pointwise,
+)
+from seqcomp.capture.lead_dims import fused_lead_pass
 from seqcomp.capture.linears import linears_pass
 from seqcomp.capture.losses import mean_loss_pass, shift_labels_pass
 from seqcomp.capture.repeats import heads_first_pass
+from seqcomp.capture.score_products import bmm_pass
 from seqcomp.diagnostics import PlanError, diagnostic
 
 aten = torch.ops.aten
@@ -45,7 +54,9 @@ def canonicalise(capture: Capture) -> Capture:
         shift_labels_pass,
         mean_loss_pass,
         flat_heads_pass,
+        bmm_pass,
         einsums_pass,
+        fused_lead_pass,
         heads_first_pass,
         fixed_squeezes_pass,
         separate_operands_pass,
@@ -170,9 +181,6 @@ def _submodule(graph: torch.fx.Graph, node: Node) -> torch.fx.GraphModule:
     return graph.owning_module.get_submodule(str(node.target))
 
 
-_RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
-
-
 def broadcasts_pass(capture: Capture) -> None:
     """broadcast_tensors(a, b), which losses begin with, is an expand of each."""
     editor = Editor(capture)
@@ -237,7 +245,7 @@ def refuse_random_pass(capture: Capture) -> None:
             isinstance(target, torch._ops.OpOverload)
             and torch.Tag.nondeterministic_seeded in target.tags
             and op_name(node) != "aten.scaled_dot_product_attention"
-            and not (op_name(node) in _RECURRENT and not _drops(node))
+            and not (op_name(node) in RECURRENT and not _drops(node))
         ):
             found.append((node, str(target)))
     if found:

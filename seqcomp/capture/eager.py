@@ -19,6 +19,7 @@ from seqcomp.capture.dropout import Dropped
 from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
 from seqcomp.capture.export import Capture
 from seqcomp.capture.fills import Fill, filled_in, sum_of
+from seqcomp.capture.lead_dims import between_views, lead_of
 from seqcomp.runtime.attention.pair_mask import hides_from
 
 aten = torch.ops.aten
@@ -72,8 +73,8 @@ def find_eager(capture: Capture) -> list[Written]:
 
 
 def _read(capture: Capture, softmax: Node) -> Written | None:
-    dim = argument(softmax, 1, "dim")
-    if softmax.meta["val"].ndim != 4 or dim not in (3, -1):
+    dim, ndim = argument(softmax, 1, "dim"), softmax.meta["val"].ndim
+    if ndim < 3 or dim not in (ndim - 1, -1):
         return None
     walked = scores_behind(capture, softmax.args[0])
     used = _weights_times_values(softmax, with_sinks=walked is not None and bool(walked.sinks))
@@ -85,14 +86,21 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
     q, k_t = walked.node.args[:2]
     k = _transposed(capture, k_t, before=product)
     v = product.args[1]
-    if k is None or any(x.meta["val"].ndim != 4 for x in (q, k, v)):
+    one_dtype = q.meta["val"].dtype == v.meta["val"].dtype
+    if k is None or (ndim != 4 and (walked.sinks is not None or not one_dtype)):
         return None
-    shape_q, shape_k = capture.shape(q), capture.shape(k)
-    if shape_q[:2] != shape_k[:2] or capture.shape(v)[:3] != shape_k[:3]:
+    lead = lead_of(capture, q=q, k=k, v=v, product=product)
+    if lead is None:
         return None
     mask = sum_of(capture, walked.masks, before=product)
-    if q.meta["val"].dtype != v.meta["val"].dtype:
+    filled = filled_in(capture, walked.masks, before=product)
+    if not one_dtype:
         product, q, k, v = _one_dtype(capture, product, q, k, v)
+    if ndim != 4:
+        editor, before = Editor(capture), product
+        mask, filled = lead.of_scores(editor, mask, filled, before=before)
+        q, k, v = (lead.view(editor, x, before) for x in (q, k, v))
+        product = between_views(capture, product, lead)
     return Written(
         out=product,
         q=q,
@@ -104,7 +112,7 @@ def _read(capture: Capture, softmax: Node) -> Written | None:
         sinks=walked.sinks,
         dtype=softmax.meta["val"].dtype,
         dropped=dropped,
-        filled=filled_in(capture, walked.masks, before=product),
+        filled=filled,
     )
 
 
@@ -169,7 +177,7 @@ def _leads_to_product(node: Node) -> bool:
         if not is_tensor(node) or node.op != "call_function":
             return False
         if op_name(node) == "aten.matmul":
-            return all(is_tensor(n) and n.meta["val"].ndim == 4 for n in node.args[:2])
+            return all(is_tensor(n) and n.meta["val"].ndim >= 3 for n in node.args[:2])
         name = op_name(node).removeprefix("aten.").strip("_")
         if name == "tanh":
             node = node.args[0]
@@ -364,7 +372,7 @@ def _weights_times_values(softmax: Node, *, with_sinks: bool) -> tuple[Node, Dro
             with_sinks = False
         elif name == "keyed_dropout" and dropped is None and not with_sinks:
             _, _, number, p, dims = user.args
-            if dims != 4:
+            if dims != user.meta["val"].ndim:
                 return None
             dropped = Dropped(p, number)
         elif name not in ("aten.to", "aten.contiguous", "aten.clone"):
@@ -374,12 +382,13 @@ def _weights_times_values(softmax: Node, *, with_sinks: bool) -> tuple[Node, Dro
 
 
 def _transposed(capture: Capture, node: Node, before: Node) -> Node | None:
-    """k [B, H, S, d] behind k^T, or made of it where it came to be in another way."""
-    if not is_tensor(node) or node.op != "call_function" or node.meta["val"].ndim != 4:
+    """k [.., S, d] behind k^T, or made of it where it came to be in another way."""
+    if not is_tensor(node) or node.op != "call_function":
         return None
-    name = op_name(node)
-    swaps = name == "aten.transpose" and {node.args[1] % 4, node.args[2] % 4} == {2, 3}
-    permutes = name == "aten.permute" and [d % 4 for d in node.args[1]] == [0, 1, 3, 2]
+    name, ndim = op_name(node), node.meta["val"].ndim
+    last = [*range(ndim - 2), ndim - 1, ndim - 2]
+    swaps = name == "aten.transpose" and {d % ndim for d in node.args[1:3]} == set(last[-2:])
+    permutes = name == "aten.permute" and [d % ndim for d in node.args[1]] == last
     if swaps or permutes or name in ("aten.mT", "aten.adjoint"):
         return node.args[0]
-    return Editor(capture).call(aten.transpose.int, (node, 2, 3), before=before)
+    return Editor(capture).call(aten.transpose.int, (node, -2, -1), before=before)

@@ -1,7 +1,8 @@
 """Products of heads written as einsum become matmul between permutations.
 
 `einsum('bqhd,bkhd->bhqk', q, k)` and `einsum('bhqk,bkhd->bqhd', weights, v)` are then read like
-all other attention. What is no product of two operands [batch, heads, m, n] stays as it is.
+all other attention, and so are products in which keys have no letter for the queries that share
+them (`bqhgd,bkhd->bhgqk`, `bqhd,bkd->bhqk`). All others stay as they are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import Editor, op_name
 from seqcomp.capture.export import Capture
+from seqcomp.capture.score_products import is_weights, makes_scores
 from seqcomp.capture.sizes import Size
 
 aten = torch.ops.aten
@@ -22,22 +24,24 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Product:
-    """out = left @ right: letters of both, one of each alone, and the one summed over.
+    """out = left @ right: letters in front, one of each alone, and the one summed over.
 
     left, right: (the operand, its letters); `rows` is of the left, `columns` of the right one.
+    An operand that lacks a letter of `lead` is the same for all of it.
     """
 
     left: tuple[Node, str]
     right: tuple[Node, str]
     out: str
-    shared: str
+    lead: str
     rows: str
     columns: str
     summed: str
 
 
 def einsums_pass(capture: Capture) -> None:
-    """Rewrites products over two shared letters, one summed and one of each operand alone."""
+    """Rewrites products over two shared letters, one summed and one of each operand alone; in
+    attention also those over one or more, of which an operand may lack some."""
     editor = Editor(capture)
     for node in list(capture.graph.nodes):
         if node.op != "call_function" or op_name(node) != "aten.einsum":
@@ -45,17 +49,20 @@ def einsums_pass(capture: Capture) -> None:
         found = _read(capture, node)
         if found is None:
             continue
-        left = _in_order(editor, found.left, found.shared + found.rows + found.summed, node)
+        left = _in_order(editor, found.left, found.lead, found.rows + found.summed, node)
         right = _right(editor, found, node)
         new = editor.call(aten.matmul.default, (left, right), before=node)
-        made = found.shared + found.rows + found.columns
-        editor.replace(node, _in_order(editor, (new, made), found.out, node))
+        made = found.lead + found.rows + found.columns
+        order = [made.index(name) for name in found.out]
+        if order != sorted(order):
+            new = editor.call(aten.permute.default, (new, order), before=node)
+        editor.replace(node, new)
 
 
 def _read(capture: Capture, node: Node) -> Product | None:
     operands = node.args[1]
     letters = _letters(node.args[0], operands)
-    if len(letters) != 3 or any(len(names) != 4 or len(set(names)) != 4 for names in letters):
+    if len(letters) != 3 or any(len(set(names)) != len(names) for names in letters):
         return None
     one, two, out = letters
     sizes: dict[str, Size] = {}
@@ -63,17 +70,28 @@ def _read(capture: Capture, node: Node) -> Product | None:
         for name, size in zip(names, capture.shape(operand), strict=True):
             if sizes.setdefault(name, size) != size:
                 return None  # a dim of 1 that is broadcast
-    shared = "".join(n for n in out if n in one and n in two)
-    summed = [n for n in one if n in two and n not in out]
-    alone = [n for n in out if n not in shared]
-    if len(shared) != 2 or len(summed) != 1:
+    shared = {n for n in out if n in one and n in two}
+    summed = [n for n in (*one, *two) if n not in out]
+    if not shared or len(summed) != 2 or summed[0] != summed[1]:
         return None
-    (left, right) = ((operands[0], one), (operands[1], two))
-    if alone[0] not in one:
+    if set(out) != ({*one, *two} - {*summed}):
+        return None
+    left, right = (operands[0], one), (operands[1], two)
+    if next((n for n in out if n not in shared), "") not in one:
         left, right = right, left
-    if alone[0] not in left[1] or alone[1] not in right[1]:
+    of_heads = len(one) == len(two) == len(out) == 4 and len(shared) == 2
+    weights = is_weights(left[0])
+    if not (of_heads or weights or makes_scores(node)):
         return None
-    return Product(left, right, out, shared, alone[0], alone[1], summed[0])
+    # Rows and columns are what each has alone, the last of it in scores: out or left.
+    order = left[1] if weights else out
+    rows = [n for n in order if n in left[1] and n not in (*shared, *summed)]
+    columns = [n for n in out if n in right[1] and n not in shared]
+    if not rows or len(columns) != 1:
+        return None
+    ends = (rows[-1], columns[0], summed[0])
+    lead = "".join(n for n in order if n not in ends)
+    return Product(left, right, out, lead, *ends)
 
 
 def _letters(equation: str, operands: Sequence[Node]) -> list[str]:
@@ -93,18 +111,21 @@ def _letters(equation: str, operands: Sequence[Node]) -> list[str]:
 
 
 def _right(editor: Editor, found: Product, before: Node) -> Node:
-    """[shared, summed, columns]; keys [.., columns, summed] are turned last, as k^T is written."""
+    """[lead, summed, columns]; keys [.., columns, summed] are turned last, as k^T is written."""
     names = found.right[1]
     if names.index(found.summed) < names.index(found.columns):
-        order = found.shared + found.summed + found.columns
-        return _in_order(editor, found.right, order, before)
-    plain = _in_order(editor, found.right, found.shared + found.columns + found.summed, before)
-    return editor.call(aten.transpose.int, (plain, 2, 3), before=before)
+        return _in_order(editor, found.right, found.lead, found.summed + found.columns, before)
+    plain = _in_order(editor, found.right, found.lead, found.columns + found.summed, before)
+    return editor.call(aten.transpose.int, (plain, -2, -1), before=before)
 
 
-def _in_order(editor: Editor, value: tuple[Node, str], order: str, before: Node) -> Node:
+def _in_order(editor: Editor, value: tuple[Node, str], lead: str, last: str, before: Node) -> Node:
+    """The value with dims `lead` and `last`, of size 1 for those of `lead` that it lacks."""
     node, names = value
-    if names == order:
-        return node
-    permutation = [names.index(name) for name in order]
-    return editor.call(aten.permute.default, (node, permutation), before=before)
+    order = [names.index(name) for name in lead + last if name in names]
+    if order != sorted(order):
+        node = editor.call(aten.permute.default, (node, order), before=before)
+    for index, name in enumerate(lead):
+        if name not in names:
+            node = editor.call(aten.unsqueeze.default, (node, index), before=before)
+    return node

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
+from seqcomp.capture.edit import Editor, is_tensor, op_name
 from seqcomp.capture.export import Capture
+from seqcomp.capture.score_products import as_matmul
 from seqcomp.capture.sizes import Size
 
 aten = torch.ops.aten
@@ -33,15 +34,7 @@ def flat_heads_pass(capture: Capture) -> None:
         if any(operand is None for operand in operands):
             continue
         *bias, left, right = operands
-        new = editor.call(aten.matmul.default, (left, right), before=node)
-        if bias:
-            alpha, beta = argument(node, 4, "alpha", 1), argument(node, 3, "beta", 1)
-            new = new if alpha == 1 else editor.call(aten.mul.Tensor, (new, alpha), before=node)
-            own = (
-                bias[0] if beta == 1 else editor.call(aten.mul.Tensor, (bias[0], beta), before=node)
-            )
-            new = editor.call(aten.add.Tensor, (new, own), before=node)
-        editor.replace(apart, new)
+        editor.replace(apart, as_matmul(editor, node, bias, left, right))
         capture.graph.erase_node(node)
 
 

@@ -27,6 +27,8 @@ OTHER_DROPOUTS = (
     "aten.feature_alpha_dropout_",
 )  # fmt: skip
 
+RECURRENT = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
+
 # Element-wise in fact though not tagged so.
 _UNTAGGED = {
     "aten.__and__", "aten.__or__", "aten.__xor__", "aten.to", "aten.type_as", "aten.contiguous",

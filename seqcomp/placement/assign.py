@@ -33,6 +33,7 @@ from seqcomp.placement.memo import DecisionMemo
 from seqcomp.placement.oracle import Oracle
 from seqcomp.placement.pointwise import pointwise_rule
 from seqcomp.placement.recurrence import refuse_recurrences
+from seqcomp.placement.recurrent import RECURRENT_RULES
 from seqcomp.placement.rule import (
     Decision,
     Env,
@@ -235,7 +236,7 @@ def _rule_for(node: Node) -> Rule | None:
     name = op_name(node)
     tables = (
         UNIT_RULES, SPECIAL_RULES, DROPOUT_RULES, COUNT_RULES, VIEW_RULES, CONTRACT_RULES,
-        ALONG_RULES,
+        ALONG_RULES, RECURRENT_RULES,
     )  # fmt: skip
     for table in tables:
         if name in table:

@@ -14,7 +14,9 @@ from torch.fx import Node
 
 from seqcomp.capture.edit import argument, is_tensor, module_path, op_name
 from seqcomp.capture.export import Capture
+from seqcomp.capture.kinds import RECURRENT
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
+from seqcomp.placement.recurrent import state_dim
 from seqcomp.placement.rule import Decision
 from seqcomp.placement.spec import Spec
 
@@ -29,7 +31,8 @@ def refuse_recurrences(
     native: Mapping[Node, Spec | tuple[Spec, ...]],
     whole: Collection[Node],
 ) -> None:
-    """Raises PlanError SC315 for modules that loop over sharded tokens, or scan them in chunks.
+    """Raises PlanError SC315 for modules that run a state along sharded tokens: recurrent layers,
+    loops, and scans of chunks.
 
     axes: those that share out the sequence. whole: nodes of modules that the plan runs on the
     whole sequence; they may.
@@ -45,6 +48,10 @@ def refuse_recurrences(
         if node.args[0] not in made:
             continue
         path = module_path(node)
+        if _carries_along_tokens(node, axes, native):
+            layer = op_name(node).removeprefix("aten.").partition("_")[0].upper()
+            found[path] = f"{layer}: a state that goes from token to token"
+            continue
         positions = set(_taken_alone(node, capture))
         if positions:
             loops.setdefault(path, set()).update(positions)
@@ -75,6 +82,18 @@ def _made_of_tokens(
         if own or any(n in made for n in node.all_input_nodes):
             made.add(node)
     return made
+
+
+def _carries_along_tokens(
+    node: Node, axes: Collection[str], native: Mapping[Node, Spec | tuple[Spec, ...]]
+) -> bool:
+    """Whether this is an LSTM, GRU or RNN along a dim that sequence axes share out."""
+    if op_name(node) not in RECURRENT:
+        return False
+    spec, along = native[node.args[0]], state_dim(node)
+    assert isinstance(spec, Spec)
+    dims = range(len(spec.dims)) if along is None else (along,)
+    return any(a in axes for d in dims for a in spec.axes_of(d))
 
 
 def _taken_alone(node: Node, capture: Capture) -> Iterator[int]:

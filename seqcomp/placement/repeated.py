@@ -16,11 +16,12 @@ from torch.fx import Node
 from seqcomp.capture.call import SEQ
 from seqcomp.capture.edit import is_tensor, module_path, op_name
 from seqcomp.capture.export import Capture
-from seqcomp.capture.kinds import CONVOLUTIONS
+from seqcomp.capture.kinds import CONVOLUTIONS, RECURRENT
 from seqcomp.capture.sizes import BATCH_SYMBOL, LENGTH_SYMBOL, Size, evaluate, product
 from seqcomp.capture.windows import Window
 from seqcomp.diagnostics import Diagnostic, diagnostic
 from seqcomp.layout.masks import Causal
+from seqcomp.placement.recurrent import recurrent_flops
 from seqcomp.placement.rule import Decision, MeshView
 
 _PRODUCTS = ("aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.__matmul__")
@@ -128,6 +129,8 @@ def _flops(node: Node, capture: Capture) -> Size | None:
     Causal attention counts half of its square.
     """
     name = op_name(node)
+    if name in RECURRENT:
+        return recurrent_flops(node, capture)
     if not is_tensor(node):
         return None
     out = product(capture.shape(node))
@@ -144,10 +147,11 @@ def _flops(node: Node, capture: Capture) -> Size | None:
                 return None
             letters |= dict(zip(names, capture.shape(operand), strict=True))
         return 2 * product(letters.values())
-    if name == "attention":
+    if name in ("attention", "aten.scaled_dot_product_attention"):
         query, key = capture.shape(node.args[0]), capture.shape(node.args[1])
-        work = 2 * out * key[2] + 2 * product(query) * key[2]
-        return work / 2 if isinstance(node.meta["attention"].mask, Causal) else work
+        work = 2 * out * key[-2] + 2 * product(query) * key[-2]
+        info = node.meta.get("attention")
+        return work / 2 if info is not None and isinstance(info.mask, Causal) else work
     if name in _NORMS:
         return _PER_ELEMENT_OF_A_NORM * out
     if name in CONVOLUTIONS or (isinstance(node.target, Window) and node.target.mixes_channels):
