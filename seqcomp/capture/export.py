@@ -141,6 +141,8 @@ def export_call(
                 )
             ]
         ) from error
+    if torch.is_grad_enabled():
+        units.count_kept()
     return _capture(exported, dims, fake_mode, units)
 
 

@@ -27,8 +27,8 @@ from seqcomp.runtime.attention.merge import accumulator_dtype
 from seqcomp.runtime.chunked_mlp import number_of
 
 _SAVING = (
-    ops.Attention, ops.ChunkedLoss, ops.ChunkedMlp, ops.ColumnLinear, ops.VocabularyEmbedding,
-    ops.VocabularyLoss,
+    ops.Attention, ops.ChunkedLoss, ops.ChunkedMlp, ops.ColumnLinear, ops.TokenLocal,
+    ops.VocabularyEmbedding, ops.VocabularyLoss,
 )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def memory_rows(
                 count=len(reruns),
                 bytes_kept=sum(kept.values()),
                 bytes_without=sum(count.saved_by(inside).values()),
-                at_least=any(isinstance(n.target, ops.TokenLocal) for n in inside),
+                at_least=any(map(_is_unknown, inside)),
                 on_host=on_host and memory.offload == "cpu",
             )
         )
@@ -128,7 +128,7 @@ def saved_bytes(
     return SavedBytes(
         kept=sum(kept.values()),
         again=max((_again(rerun, count, values) for rerun in reruns), default=0),
-        at_least=any(isinstance(n.target, ops.TokenLocal) for n in program.flat.nodes),
+        at_least=any(map(_is_unknown, program.flat.nodes)),
     )
 
 
@@ -169,6 +169,8 @@ class _Count:
     def _by_operation(self, node: Node) -> Bytes:
         """What an operation of ours saves, and attention that one kernel computes."""
         value = self._values[node]
+        if isinstance(node.target, ops.TokenLocal):
+            return _of_unit(node, node.target, self._values)
         if not (isinstance(value, Tensor) and value.requires_grad):
             return {}
         match node.target:
@@ -252,6 +254,21 @@ class _Count:
         }
         found = {(node, name): tokens * n * q.element_size() for name, n in widths.items()}
         return found | {(node, "lse"): tokens * heads.rank_queries * wide}
+
+
+def _is_unknown(node: Node) -> bool:
+    return isinstance(node.target, ops.TokenLocal) and node.target.unit.kept is None
+
+
+def _of_unit(node: Node, op: ops.TokenLocal, values: Values) -> Bytes:
+    """What the code of a unit keeps."""
+    kept, results = op.unit.kept, values[node]
+    if kept is None or not any(x.requires_grad for x in results):
+        return {}
+    given: Any = node.args[0]
+    inputs = [values[x] for x in given]
+    found = storages([*(inputs[i] for i in kept.inputs), *(results[i] for i in kept.results)])
+    return found | {(node, "inside"): kept.own(inputs)}
 
 
 def _is_kept_mlp(node: Node, values: Values) -> bool:
