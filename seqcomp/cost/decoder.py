@@ -83,4 +83,5 @@ def _saved(h: int, heads: int, kv_heads: int, d: int, width: int, *, gated: bool
         none=none,
         selective=Bytes(4 * heads, h + q),
         block=Bytes(0, h),
+        attended=Bytes(0, q + kv),
     )

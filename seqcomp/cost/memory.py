@@ -134,14 +134,15 @@ def _activations(
     how = "" if checkpoint == "none" else f"checkpoint: {checkpoint}"
     yield HeldRow("saved activations", round(kept), how, host)
     chunks, e = memory.loss_chunks, width.activation
-    logits = 0.0 if chunks > 1 else model.logits_saved * model.vocab
+    own = model.logits_saved.of(e)
+    logits = 0.0 if chunks > 1 else own * model.vocab
     ends = model.ends.of(e) + logits
     yield HeldRow("saved outside of blocks", round(tokens * ends), "embedding, head and loss")
     if outputs_of(plan) == "full" and model.vocab:
         size = run.batch * given * model.vocab * e  # without what fills the sequence up
         yield HeldRow("output logits", size, "whole on every rank; outputs: {logits: drop}")
     # The gradient of logits, in fp32 and as logits are; chunks make the logits then, too.
-    each = (4 + e) + (model.logits_saved + e if chunks > 1 else 0)
+    each = (4 + e) + (own + e if chunks > 1 else 0)
     loss = tokens * model.vocab * each / chunks
     again = 0.0
     if checkpoint != "none":
@@ -209,13 +210,12 @@ def kept_of(
     on_tensor = shape.on_tensor_rank(t)
     own = on_tensor.on_ulysses_rank(u)
     group = tokens * t  # tokens of a tensor group, whose heads this rank has
-    before = shape.width + shape.kv_heads * shape.kv_head
     if u > 1:
         # Queries, keys, values and output between the exchanges; the output behind them too.
         between = u * (own.width + own.value_width + own.kv_heads * own.kv_head)
         kept += group * e * between
         if not keeps:
-            kept -= tokens * e * before
+            kept -= tokens * block.saved.attended.of(e)
     elif t > block.kv_heads and not keeps:
         kept += (group - tokens) * e * shape.kv_heads * shape.kv_head  # made whole, then sliced
     if block.key_norm is not None and t > block.kv_heads and not keeps:

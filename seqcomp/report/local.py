@@ -87,7 +87,8 @@ def _attended(node: Node, given: Iterable[Any], *, side_by_side: bool = False) -
     tensors = [x for x in given if isinstance(x, Tensor)]
     q, v = tensors[0], tensors[2]
     shape = (*q.shape[:3], v.shape[3])
-    order = (0, 2, 1, 3) if side_by_side else sorted(range(4), key=lambda i: (-q.stride(i), i))
+    strides = (0, 2, 1, 3) if side_by_side else [-n for n in q.stride()]
+    order = sorted(range(4), key=strides.__getitem__)
     out = q.new_empty([shape[i] for i in order], dtype=node.meta["val"].dtype)
     out = out.permute([order.index(i) for i in range(4)])
     return out.requires_grad_(torch.is_grad_enabled() and any(x.requires_grad for x in tensors))

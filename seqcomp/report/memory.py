@@ -132,6 +132,15 @@ def saved_bytes(
     )
 
 
+def attended_bytes(program: Program, values: Values, saved: Saved, resolved: ResolvedPlan) -> int:
+    """Of what a call saves: storages that attention alone does, without its log-sum-exp."""
+    count = _Count(values, saved, resolved, _state(program, values))
+    attentions = {n for n in program.flat.nodes if "attention" in n.meta}
+    count.known |= count.saved_by(n for n in program.flat.nodes if n not in attentions).keys()
+    own = count.saved_by(attentions)
+    return sum(size for key, size in own.items() if not isinstance(key, tuple))
+
+
 def _again(rerun: Rerun, count: _Count, values: Values) -> int:
     mlps = [(n, n.target) for n in rerun.nodes if isinstance(n.target, ops.ChunkedMlp)]
     one = max((chunk_bytes(node, op, values) for node, op in mlps), default=0)
