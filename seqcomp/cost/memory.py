@@ -136,7 +136,7 @@ def _activations(
     chunks, e = memory.loss_chunks, width.activation
     own = model.logits_saved.of(e)
     logits = 0.0 if chunks > 1 else own * model.vocab
-    ends = model.ends.of(e) + logits
+    ends = model.ends.of(e) + logits + plan.tensor_size * model.tables.of(e)
     yield HeldRow("saved outside of blocks", round(tokens * ends), "embedding, head and loss")
     if outputs_of(plan) == "full" and model.vocab:
         size = run.batch * given * model.vocab * e  # without what fills the sequence up
@@ -169,7 +169,7 @@ def made_again(
     tokens = local_tokens(plan, run) * width.activation
     kept = kept_of(plan, model, block, width, run, "selective") - tokens * model.hidden
     if plan.tensor_size > 1:  # results of the reduce-scatters, which nothing saves in a first run
-        kept -= 2 * tokens * model.hidden
+        kept -= _scattered(block) * tokens * model.hidden
     inside = 0 if block.experts else tokens * _inside(block)
     return whole - kept - inside * (1 - 1 / _chunks(plan, model, block, run))
 
@@ -223,8 +223,13 @@ def kept_of(
     if block.latent is not None and t > 1 and not keeps:
         kept += 2 * (group - tokens) * e * block.latent.rotary  # gathered, and turned
     if keeps and t > 1:
-        kept += 2 * tokens * e * model.hidden  # results of the reduce-scatters
+        kept += _scattered(block) * tokens * e * model.hidden
     return kept
+
+
+def _scattered(block: Block) -> int:
+    """Results of reduce-scatters of one block."""
+    return 1 if block.token_local else 2
 
 
 def _pairs_bytes(plan: ResolvedPlan, block: Block, width: Widths, run: Run) -> float:

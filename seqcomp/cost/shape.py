@@ -181,9 +181,10 @@ class ModelShape:
 
     ``embedding`` and ``head`` (0 where tied) count parameters that Megatron-SP cuts by vocabulary,
     ``other`` those that stay whole (last norm, learned positions). ``ends``: what autograd keeps
-    per token outside of the blocks, of each logit ``logits_saved`` apart from that. ``apart``
-    counts parameters of these again: large ones that only one module has. ``by_tokens``: linears
-    of blocks that Megatron-SP does not cut, which is not counted.
+    per token outside of the blocks; apart from that ``logits_saved``, of each logit, and
+    ``tables``, which all blocks share, of the tokens of a tensor group (cosines of positions).
+    ``apart`` counts parameters of these again: large ones that only one module has. ``by_tokens``:
+    linears of blocks that Megatron-SP does not cut, which is not counted.
     """
 
     name: str
@@ -195,6 +196,7 @@ class ModelShape:
     other: int
     ends: Bytes
     logits_saved: Bytes = Bytes(4, 0)
+    tables: Bytes = Bytes(0, 0)
     tied: bool = False
     apart: tuple[Apart, ...] = ()
     by_tokens: tuple[str, ...] = ()

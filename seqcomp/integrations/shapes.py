@@ -103,10 +103,11 @@ def model_shape(model: nn.Module | str) -> ModelShape:
             key_norm=normed.get(inside[path][0].where),
         )
         groups.setdefault(kind, []).append(path)
-    blocks, ends = [], Bytes(0, 0)
+    blocks, tables, ends = [], Bytes(0, 0), Bytes(0, 0)
     for kind, members in groups.items():
-        saved, ends = _saved(module, members[0], kind, sizes.hidden, facts.length)
+        saved, shared, ends = _saved(module, members[0], sizes.hidden, facts.length)
         blocks.append(replace(kind, count=len(members), saved=saved))
+        tables = max(tables, shared, key=lambda size: size.of(2))
     of_logit = Bytes(0, 0)
     if _has_head(module):
         of_logit, ends = _without_logits(ends, sizes.vocab)
@@ -120,6 +121,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         other=sizes.other,
         ends=ends,
         logits_saved=of_logit,
+        tables=tables,
         tied=sizes.head == 0 and _has_head(module),
         apart=tuple(_apart(module, paths, sizes)),
         by_tokens=() if any(b.latent for b in blocks) else cut.by_tokens,
@@ -296,9 +298,10 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
 
 
 def _saved(
-    module: nn.Module, path: str, kind: Block, hidden: int, length: int | None
-) -> tuple[Saved, Bytes]:
-    """Of one block, which keeps its input where all of it runs again, and of all outside.
+    module: nn.Module, path: str, hidden: int, length: int | None
+) -> tuple[Saved, Bytes, Bytes]:
+    """Of one block, which keeps its input where all of it runs again, of what it shares with
+    others, and of all outside.
 
     length: of the sequence, where the model makes it itself.
     """
@@ -316,7 +319,7 @@ def _saved(
         return Bytes(2 * narrow[name] - wide[name], elements)
 
     kept = Saved(affine("none"), affine("selective"), Bytes(0, hidden), affine("attended"))
-    return kept, affine("outside")
+    return kept, affine("tables"), affine("outside")
 
 
 def _counted(module: nn.Module, dtype: str, length: int) -> Mapping[str, float]:
@@ -327,7 +330,7 @@ def _counted(module: nn.Module, dtype: str, length: int) -> Mapping[str, float]:
     from seqcomp.integrations.explain import Lowered, lowered
     from seqcomp.report.local import Saved as Tensors
     from seqcomp.report.local import local_values
-    from seqcomp.report.memory import attended_bytes, memory_rows, saved_bytes
+    from seqcomp.report.memory import block_bytes, saved_bytes
 
     plan = {
         "mesh": {"ring": _RANKS},
@@ -340,12 +343,13 @@ def _counted(module: nn.Module, dtype: str, length: int) -> Mapping[str, float]:
         tensors: Tensors = {}
         values = local_values(what.program, what.batch, what.length, what.resolved.axes, tensors)
         given = (what.program, values, tensors, what.resolved)
-        (row,) = [r for r in memory_rows(*given, on_host=False) if r.what.startswith("checkpoint")]
+        block, whole = block_bytes(*given), saved_bytes(*given)
         found = {
-            "none": row.bytes_without,
-            "selective": row.bytes_kept,
-            "outside": saved_bytes(*given).kept - row.bytes_kept,
-            "attended": attended_bytes(*given),
+            "none": block.without - block.shared,
+            "selective": block.kept - block.shared,
+            "attended": block.attended,
+            "tables": block.shared,
+            "outside": whole.kept - block.kept,
         }
         tensors.clear()  # what was imagined and the hooks that hold it would live for good
         tokens = -(-length // _RANKS)

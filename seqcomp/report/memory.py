@@ -132,13 +132,39 @@ def saved_bytes(
     )
 
 
-def attended_bytes(program: Program, values: Values, saved: Saved, resolved: ResolvedPlan) -> int:
-    """Of what a call saves: storages that attention alone does, without its log-sum-exp."""
+@dataclass(frozen=True)
+class BlockBytes:
+    """Of one call that runs again, in bytes: what it saves where it does not (`without`), of that
+    what attention alone saves, without its log-sum-exp (`attended`), what it keeps (`kept`), and
+    of both what comes in beside the largest (`shared`): other calls take it too.
+    """
+
+    without: int
+    attended: int
+    kept: int
+    shared: int
+
+
+def block_bytes(
+    program: Program, values: Values, saved: Saved, resolved: ResolvedPlan
+) -> BlockBytes:
+    """Of a program with one such call; arguments as of `memory_rows`."""
+    (rerun,) = program.checkpoints.values()
     count = _Count(values, saved, resolved, _state(program, values))
-    attentions = {n for n in program.flat.nodes if "attention" in n.meta}
-    count.known |= count.saved_by(n for n in program.flat.nodes if n not in attentions).keys()
+    inputs = count.inputs_of(rerun)
+    inside = set(rerun.nodes)
+    count.known |= count.saved_by(n for n in program.flat.nodes if n not in inside).keys()
+    attentions = {n for n in rerun.nodes if "attention" in n.meta}
+    rest = count.saved_by(n for n in rerun.nodes if n not in attentions)
     own = count.saved_by(attentions)
-    return sum(size for key, size in own.items() if not isinstance(key, tuple))
+    shared = inputs.keys() - {max(inputs, key=inputs.__getitem__)}
+    attended = (own.keys() - rest.keys()) - {(n, "lse") for n in attentions}
+    return BlockBytes(
+        without=sum((rest | own).values()),
+        attended=sum(own[key] for key in attended),
+        kept=sum(count.kept_of(rerun).values()),
+        shared=sum(inputs[key] for key in shared if key in rest or key in own),
+    )
 
 
 def _again(rerun: Rerun, count: _Count, values: Values) -> int:
@@ -208,12 +234,8 @@ class _Count:
 
     def kept_of(self, rerun: Rerun) -> Bytes:
         """The inputs of a call, and what it keeps of its first run."""
-        inside = set(rerun.nodes)
-        found: Bytes = {}
+        found = self.inputs_of(rerun)
         for node in rerun.nodes:
-            for operand in node.all_input_nodes:
-                if operand not in inside:
-                    found |= storages(pytree.tree_leaves(self._values[operand]))
             if not rerun.how.keeps:
                 continue
             if isinstance(node.target, ops.Attention):
@@ -230,14 +252,24 @@ class _Count:
                 found |= {k: v for k, v in own.items() if k not in given}
         return self._new(found)
 
+    def inputs_of(self, rerun: Rerun) -> Bytes:
+        """What comes into a call."""
+        operands = dict.fromkeys(x for node in rerun.nodes for x in node.all_input_nodes)
+        inside = set(rerun.nodes)
+        given = [pytree.tree_leaves(self._values[x]) for x in operands if x not in inside]
+        return self._new(storages(x for leaves in given for x in leaves))
+
     def _new(self, found: Bytes) -> Bytes:
         return {key: size for key, size in found.items() if key not in self.known}
 
     def _given_by(self, node: Node) -> Bytes:
-        """What attention saves, without a mask that it adds, which no kernel gives."""
-        mask, written = operands(node, self._values)[3], node.meta["attention"].written
-        pairs = mask.shape[-2:] if isinstance(mask, Tensor) and not written else None
-        return storages(x for x in self._saved.get(node, ()) if x.shape[-2:] != pairs)
+        """What a kernel of torch saves and gives again: not a mask that is added. Attention that
+        no kernel computes does not save its result, and nothing of it is kept."""
+        saved, mask = self._saved.get(node, ()), operands(node, self._values)[3]
+        if key_of(self._values[node]) not in storages(saved):
+            return {}
+        pairs = mask.shape[-2:] if isinstance(mask, Tensor) else None
+        return storages(x for x in saved if x.shape[-2:] != pairs)
 
     def _added(self, node: Node) -> Bytes:
         """A mask of all pairs as kernels add it: of a boolean one each call makes its own."""
