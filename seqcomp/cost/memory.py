@@ -202,7 +202,11 @@ def kept_of(
     if checkpoint == "block":
         return kept
     keeps = checkpoint == "selective"
-    kept += block.scores * _pairs_bytes(plan, block, width, run)
+    pairs = block.scores * _pairs_bytes(plan, block, width, run)
+    if pairs and keeps:  # no kernel whose result could be kept
+        kept -= tokens * block.heads * ((block.value_dim or block.head_dim) * e + max(e, 4))
+    elif pairs:
+        kept += pairs
     if takes_dense_mask(plan, block, run) and not (keeps or block.scores):
         kept += mask_bytes(run, e)  # to be added to scores; each layer has its own
     u, t = plan.ulysses_size, plan.tensor_size

@@ -345,11 +345,11 @@ def _counted(module: nn.Module, dtype: str, length: int) -> Mapping[str, float]:
         given = (what.program, values, tensors, what.resolved)
         block, whole = block_bytes(*given), saved_bytes(*given)
         found = {
-            "none": block.without - block.shared,
-            "selective": block.kept - block.shared,
+            "none": block.without,
+            "selective": block.kept,
             "attended": block.attended,
             "tables": block.shared,
-            "outside": whole.kept - block.kept,
+            "outside": whole.kept - block.kept - block.shared,
         }
         tensors.clear()  # what was imagined and the hooks that hold it would live for good
         tokens = -(-length // _RANKS)

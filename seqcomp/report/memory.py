@@ -135,8 +135,8 @@ def saved_bytes(
 @dataclass(frozen=True)
 class BlockBytes:
     """Of one call that runs again, in bytes: what it saves where it does not (`without`), of that
-    what attention alone saves, without its log-sum-exp (`attended`), what it keeps (`kept`), and
-    of both what comes in beside the largest (`shared`): other calls take it too.
+    what attention alone saves, without its log-sum-exp (`attended`), and what it keeps (`kept`);
+    neither with what comes in beside the largest (`shared`), which other calls take, too.
     """
 
     without: int
@@ -157,13 +157,15 @@ def block_bytes(
     attentions = {n for n in rerun.nodes if "attention" in n.meta}
     rest = count.saved_by(n for n in rerun.nodes if n not in attentions)
     own = count.saved_by(attentions)
-    shared = inputs.keys() - {max(inputs, key=inputs.__getitem__)}
-    attended = (own.keys() - rest.keys()) - {(n, "lse") for n in attentions}
+    largest = max(inputs, key=inputs.__getitem__)
+    shared = {k: n for k, n in inputs.items() if k != largest and k not in count.known}
+    count.known |= shared.keys()
+    attended = own.keys() - rest.keys() - {(n, "lse") for n in attentions}
     return BlockBytes(
-        without=sum((rest | own).values()),
+        without=sum(n for k, n in (rest | own).items() if k not in shared),
         attended=sum(own[key] for key in attended),
         kept=sum(count.kept_of(rerun).values()),
-        shared=sum(inputs[key] for key in shared if key in rest or key in own),
+        shared=sum(shared.values()),
     )
 
 
