@@ -28,24 +28,23 @@ GROUPED = f"{PLAIN}&num_key_value_heads=2"
 ROUTED = f"{GROUPED}&num_local_experts=4&num_experts_per_tok=2"
 MODELS = {
     "mixtral": f"hf:MixtralForCausalLM?{ROUTED}",
-    "mixtral, loops": f"hf:MixtralForCausalLM?{ROUTED}&experts_implementation=eager",
+    "qwen3 moe": f"hf:Qwen3MoeForCausalLM?{GROUPED}&head_dim=16&num_experts=4&"
+    "num_experts_per_tok=2&moe_intermediate_size=48",
     "gpt-oss": f"hf:GptOssForCausalLM?{ROUTED}&head_dim=16&sliding_window=16",
     "deepseek": f"hf:DeepseekV3ForCausalLM?{PLAIN}&num_key_value_heads=4&q_lora_rank=32&"
     "kv_lora_rank=16&qk_nope_head_dim=16&qk_rope_head_dim=8&v_head_dim=16&n_group=1&topk_group=1&"
     "num_experts_per_tok=2&moe_intermediate_size=48&n_routed_experts=4&first_k_dense_replace=1",
     "glm": f"hf:GlmForCausalLM?{GROUPED}&head_dim=16",
     "bert": f"hf:BertForMaskedLM?{PLAIN}&hidden_dropout_prob=0&attention_probs_dropout_prob=0",
-    "gemma 2": f"hf:Gemma2ForCausalLM?{GROUPED}&head_dim=16&sliding_window=16",
 }
 CELLS: list[tuple[str, Any]] = [
     ("mixtral", "megatron_sp_2"),
     ("mixtral", with_memory("megatron_sp_2", checkpoint="block")),
-    ("mixtral, loops", "data_2"),
+    ("qwen3 moe", "data_2"),
     ("gpt-oss", "ring_2"),
     ("deepseek", "ulysses_2"),
     ("glm", "ulysses_2"),
     ("bert", "megatron_sp_2"),
-    ("gemma 2", "data_1"),
 ]
 
 
