@@ -328,9 +328,10 @@ def _counted(module: nn.Module, dtype: str, length: int) -> Mapping[str, float]:
     On a rank of a ring, whose attention keeps no scores however the model writes it.
     """
     from seqcomp.integrations.explain import Lowered, lowered
+    from seqcomp.report.block import block_bytes
     from seqcomp.report.local import Saved as Tensors
     from seqcomp.report.local import local_values
-    from seqcomp.report.memory import block_bytes, saved_bytes
+    from seqcomp.report.memory import saved_bytes
 
     plan = {
         "mesh": {"ring": _RANKS},

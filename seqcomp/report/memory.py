@@ -73,8 +73,8 @@ def memory_rows(
     if program.checkpoints:
         reruns = list(program.checkpoints.values())
         inside = {node for rerun in reruns for node in rerun.nodes}
-        state = _state(program, values)
-        count = _Count(values, saved, resolved, state)
+        state = state_of(program, values)
+        count = Count(values, saved, resolved, state)
         outside = count.saved_by(n for n in program.flat.nodes if n not in inside)
         count.known |= outside.keys()
         kept: Bytes = {}
@@ -117,7 +117,7 @@ def saved_bytes(
     program: Program, values: Values, saved: Saved, resolved: ResolvedPlan
 ) -> SavedBytes:
     """All that a call saves; arguments as of `memory_rows`."""
-    count = _Count(values, saved, resolved, _state(program, values))
+    count = Count(values, saved, resolved, state_of(program, values))
     reruns = list(program.checkpoints.values())
     inside = {node for rerun in reruns for node in rerun.nodes}
     kept = count.saved_by(n for n in program.flat.nodes if n not in inside)
@@ -132,50 +132,13 @@ def saved_bytes(
     )
 
 
-@dataclass(frozen=True)
-class BlockBytes:
-    """Of one call that runs again, in bytes: what it saves where it does not (`without`), of that
-    what attention alone saves, without its log-sum-exp (`attended`), and what it keeps (`kept`);
-    neither with what comes in beside the largest (`shared`), which other calls take, too.
-    """
-
-    without: int
-    attended: int
-    kept: int
-    shared: int
-
-
-def block_bytes(
-    program: Program, values: Values, saved: Saved, resolved: ResolvedPlan
-) -> BlockBytes:
-    """Of a program with one such call; arguments as of `memory_rows`."""
-    (rerun,) = program.checkpoints.values()
-    count = _Count(values, saved, resolved, _state(program, values))
-    inputs = count.inputs_of(rerun)
-    inside = set(rerun.nodes)
-    count.known |= count.saved_by(n for n in program.flat.nodes if n not in inside).keys()
-    attentions = {n for n in rerun.nodes if "attention" in n.meta}
-    rest = count.saved_by(n for n in rerun.nodes if n not in attentions)
-    own = count.saved_by(attentions)
-    largest = max(inputs, key=inputs.__getitem__)
-    shared = {k: n for k, n in inputs.items() if k != largest and k not in count.known}
-    count.known |= shared.keys()
-    attended = own.keys() - rest.keys() - {(n, "lse") for n in attentions}
-    return BlockBytes(
-        without=sum(n for k, n in (rest | own).items() if k not in shared),
-        attended=sum(own[key] for key in attended),
-        kept=sum(count.kept_of(rerun).values()),
-        shared=sum(shared.values()),
-    )
-
-
-def _again(rerun: Rerun, count: _Count, values: Values) -> int:
+def _again(rerun: Rerun, count: Count, values: Values) -> int:
     mlps = [(n, n.target) for n in rerun.nodes if isinstance(n.target, ops.ChunkedMlp)]
     one = max((chunk_bytes(node, op, values) for node, op in mlps), default=0)
     return sum(count.saved_by(rerun.nodes).values()) + one
 
 
-def _state(program: Program, values: Values) -> set[Any]:
+def state_of(program: Program, values: Values) -> set[Any]:
     """Storages of parameters and buffers."""
     return {
         key_of(values[node])
@@ -184,7 +147,7 @@ def _state(program: Program, values: Values) -> set[Any]:
     }
 
 
-class _Count:
+class Count:
     """Storages that are not `known` to be there anyway."""
 
     def __init__(
