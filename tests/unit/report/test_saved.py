@@ -28,7 +28,7 @@ GROUPED = f"{PLAIN}&num_key_value_heads=2"
 ROUTED = f"{GROUPED}&num_local_experts=4&num_experts_per_tok=2"
 MODELS = {
     "mixtral": f"hf:MixtralForCausalLM?{ROUTED}",
-    "qwen3 moe": f"hf:Qwen3MoeForCausalLM?{GROUPED}&head_dim=16&num_experts=4&"
+    "qwen3 moe": f"hf:Qwen3MoeForCausalLM?{GROUPED}&num_experts=4&"
     "num_experts_per_tok=2&moe_intermediate_size=48",
     "gpt-oss": f"hf:GptOssForCausalLM?{ROUTED}&head_dim=16&sliding_window=16",
     "deepseek": f"hf:DeepseekV3ForCausalLM?{PLAIN}&num_key_value_heads=4&q_lora_rank=32&"
