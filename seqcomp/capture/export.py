@@ -99,6 +99,8 @@ def exported(
     program, units = _export(
         module, call, dims, fake_mode, data_degree, where, symbolic=symbolic, is_unit=is_unit
     )
+    if torch.is_grad_enabled():
+        units.count_kept()
     mode = _mode_of(program.graph) or fake_mode
     try:
         yield _capture(program, dims, mode, units)

@@ -14,6 +14,7 @@ from seqcomp.capture.example import example_call
 from seqcomp.capture.export import Capture, exported
 from seqcomp.capture.inner import inner_sequence
 from seqcomp.capture.recognise import AttentionInfo, recognise_attention
+from seqcomp.layout.documents import Documents
 from seqcomp.layout.masks import Band, Causal, Full
 from seqcomp.plan.facts import AttentionFacts, ModelFacts
 
@@ -52,13 +53,13 @@ def facts_of(
 
 
 def mask_name(info: AttentionInfo) -> str:
-    """'full', 'causal', 'window', 'data' or 'other'."""
+    """'full', 'causal', 'window', 'documents', 'data' or 'other'."""
     if info.mask == Full():
         return "full"
     if info.pairs is not None:
         return "data"
-    if isinstance(info.mask, Band):
-        return "window"
+    if isinstance(info.mask, Band | Documents):
+        return "window" if isinstance(info.mask, Band) else "documents"
     return "causal" if isinstance(info.mask, Causal) else "other"
 
 

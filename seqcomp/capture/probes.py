@@ -59,6 +59,15 @@ class Probed:
     counted: tuple[tuple[str, int], ...] = ()
 
 
+@dataclass(frozen=True)
+class StandIns:
+    """Real tensors in place of the arguments, the parameters and the buffers of a module."""
+
+    inputs: list[Tensor]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
 @dataclass(frozen=True, eq=False)
 class Probe:
     """Calls a module on real tensors while a capture runs.
@@ -80,24 +89,17 @@ class Probe:
         Raises PlanError SC313 (it fails, or returns what is not a tensor), SC307 (it changes a
         buffer or an argument), SC308 (it draws random numbers).
         """
-        with _outside_of_the_capture():
-            inputs = [_stand_in(x, shape) for x, shape in zip(self.like, shapes, strict=True)]
-            device = inputs[0].device
-            buffers = {
-                name: torch.zeros_like(b, device=device) if b.is_meta else b.detach().clone()
-                for name, b in self.module.named_buffers(remove_duplicate=False)
-            }
-            own = {name: _real(p, device) for name, p in self.parameters.items()}
+        with self.standing_in(shapes) as made:
+            inputs, buffers = made.inputs, made.buffers
             versions = {name: b._version for name, b in buffers.items()}
             watch = _Watch()
-            with _reparametrize_module(self.module, {**own, **buffers}):
-                try:
-                    with watch:
-                        out = self.call(inputs)
-                except Exception as error:
-                    found = f"it fails on {_described(inputs)}: {type(error).__name__}: {error}"
-                    raise self._refused("SC313", found) from error
-                now = dict(self.module.named_buffers(remove_duplicate=False))
+            try:
+                with watch:
+                    out = self.call(inputs)
+            except Exception as error:
+                found = f"it fails on {_described(inputs)}: {type(error).__name__}: {error}"
+                raise self._refused("SC313", found) from error
+            now = dict(self.module.named_buffers(remove_duplicate=False))
             counted = []
             for name, b in buffers.items():
                 if now.get(name) is b and b._version == versions[name]:
@@ -111,6 +113,20 @@ class Probe:
             if watch.random:
                 raise self._refused("SC308", f"it draws random numbers: {watch.random}")
             return self._probed(out, watch.coarsest, tuple(counted))
+
+    @contextmanager
+    def standing_in(self, shapes: Sequence[Sequence[int]]) -> Iterator[StandIns]:
+        """The module with real tensors in it, away from the capture, without gradients."""
+        with _outside_of_the_capture():
+            inputs = [_stand_in(x, shape) for x, shape in zip(self.like, shapes, strict=True)]
+            device = inputs[0].device
+            buffers = {
+                name: torch.zeros_like(b, device=device) if b.is_meta else b.detach().clone()
+                for name, b in self.module.named_buffers(remove_duplicate=False)
+            }
+            own = {name: _real(p, device) for name, p in self.parameters.items()}
+            with _reparametrize_module(self.module, {**own, **buffers}):
+                yield StandIns(inputs, own, buffers)
 
     def _probed(
         self, out: Any, coarsest: torch.dtype | None, counted: tuple[tuple[str, int], ...]
@@ -154,10 +170,10 @@ def output_sizes(
 
     Raises PlanError as `Probe.at`, and SC313 for a size that is none of those given.
     """
-    known = sorted({s for x in inputs for s in _symbols(x)}, key=str)
+    known = sorted({s for x in inputs for s in symbols_of(x)}, key=str)
     first = {symbol: _SMALL[i % 2] + 4 * (i // 2) for i, symbol in enumerate(known)}
     trials = [first, *({**first, symbol: first[symbol] + 1} for symbol in known)]
-    given = [[_shape_at(x, trial, probe) for x in inputs] for trial in trials]
+    given = [[at_sizes(x, trial, probe) for x in inputs] for trial in trials]
     results = [probe.at(shapes) for shapes in given]
     alike = {
         (str(r.structure.spec), r.structure.others, r.dtypes, tuple(map(len, r.shapes)))
@@ -186,13 +202,15 @@ def _size(seen: Sequence[int], given: Sequence[Sequence[Sequence[int]]], probe: 
     raise probe.untold(f"it returns {seen[0]} rows for arguments {list(map(list, given[0]))}")
 
 
-def _symbols(x: Tensor) -> Iterator[sympy.Symbol]:
+def symbols_of(x: Tensor) -> Iterator[sympy.Symbol]:
+    """The open sizes in the shape of a fake tensor."""
     for size in x.shape:
         if isinstance(size, torch.SymInt):
             yield from size.node.expr.free_symbols
 
 
-def _shape_at(x: Tensor, trial: Mapping[sympy.Symbol, int], probe: Probe) -> list[int]:
+def at_sizes(x: Tensor, trial: Mapping[sympy.Symbol, int], probe: Probe) -> list[int]:
+    """The shape of x for these sizes. Raises PlanError SC313 for one that is no whole number."""
     shape = []
     for size in x.shape:
         value = size.node.expr.subs(trial) if isinstance(size, torch.SymInt) else size

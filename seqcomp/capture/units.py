@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from seqcomp.capture.forwards import standing_in
+from seqcomp.capture.inside import Kept, kept_inside
 from seqcomp.capture.mixtures import counters_of, is_experts, is_mixture
 from seqcomp.capture.probes import Probe, Probed, Size, output_sizes
 from seqcomp.capture.structure import Structure
@@ -52,7 +53,8 @@ class Unit:
     `path` is the module's; `names` are its parameters in the order of the second operand;
     `outputs` are the sizes of each result; `dtype` is the coarsest that it computes in; `marked`
     says whether the plan named it. `counters` are the buffers to which it adds what it counts of
-    its tokens in the captured mode, with their bytes.
+    its tokens in the captured mode, with their bytes. `kept` is what it keeps for the backward,
+    None where that is not known.
     """
 
     path: str
@@ -63,6 +65,7 @@ class Unit:
     outputs: tuple[tuple[Size, ...], ...]
     marked: bool
     counters: tuple[tuple[str, int], ...] = ()
+    kept: Kept | None = None
     __name__ = "token_local"
 
     @property
@@ -96,6 +99,13 @@ class Units:
 
     found: list[Unit] = field(default_factory=list)
     probes: dict[Unit, Probe] = field(default_factory=dict)
+
+    def count_kept(self) -> None:
+        """Finds what each unit keeps; not while something is traced, as it runs as in a call."""
+        for index, unit in enumerate(self.found):
+            probe = self.probes.pop(unit)
+            self.found[index] = counted = replace(unit, kept=kept_inside(probe))
+            self.probes[counted] = probe
 
 
 @contextlib.contextmanager

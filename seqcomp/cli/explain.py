@@ -10,11 +10,13 @@ import typer
 from seqcomp.cli.options import (
     BatchOption,
     DebugOption,
+    DocumentsOption,
     DtypeOption,
     JsonOption,
     LengthOption,
     ModelOption,
     PlanArgument,
+    documents_in,
 )
 from seqcomp.cli.reading import reading
 from seqcomp.cli.refusal import refusal, writable, write
@@ -29,6 +31,7 @@ def explain(
     model: ModelOption,
     seq_len: LengthOption,
     batch: BatchOption = 1,
+    documents: DocumentsOption = None,
     dtype: DtypeOption = None,
     html: Annotated[
         str | None,
@@ -47,11 +50,12 @@ def explain(
     takes any number of ranks.
     """
     writable(html)
+    packed = documents_in(documents)
     try:
         with reading(model):
             from seqcomp.integrations.explain import explain as run
 
-            report = run(model, plan, seq_len=seq_len, batch=batch, dtype=dtype)
+            report = run(model, plan, seq_len=seq_len, batch=batch, dtype=dtype, documents=packed)
     except PlanError as error:
         raise refusal(error, {"source": plan}, as_json=as_json, debug=debug) from None
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else f"{plan}: {report}")

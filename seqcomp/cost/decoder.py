@@ -60,8 +60,9 @@ def decoder_shape(
         embedding=embedding,
         head=0 if tied else embedding,
         other=hidden * (1 if gated else 2),
-        # The last norm, tables of positions, tokens.
-        ends=Bytes(4 * hidden + 20, 2 * hidden + 2 * head_dim),
+        # The last norm, tokens.
+        ends=Bytes(4 * hidden + 20, 2 * hidden),
+        tables=Bytes(0, 2 * head_dim if gated else 0),
         tied=tied,
         apart=() if tied or embedding < LARGE else (Apart(embedding, first=True), Apart(embedding)),
     )
@@ -83,4 +84,5 @@ def _saved(h: int, heads: int, kv_heads: int, d: int, width: int, *, gated: bool
         none=none,
         selective=Bytes(4 * heads, h + q),
         block=Bytes(0, h),
+        attended=Bytes(0, q + kv),
     )

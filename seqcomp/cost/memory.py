@@ -134,14 +134,15 @@ def _activations(
     how = "" if checkpoint == "none" else f"checkpoint: {checkpoint}"
     yield HeldRow("saved activations", round(kept), how, host)
     chunks, e = memory.loss_chunks, width.activation
-    logits = 0.0 if chunks > 1 else model.logits_saved * model.vocab
-    ends = model.ends.of(e) + logits
+    own = model.logits_saved.of(e)
+    logits = 0.0 if chunks > 1 else own * model.vocab
+    ends = model.ends.of(e) + logits + plan.tensor_size * model.tables.of(e)
     yield HeldRow("saved outside of blocks", round(tokens * ends), "embedding, head and loss")
     if outputs_of(plan) == "full" and model.vocab:
         size = run.batch * given * model.vocab * e  # without what fills the sequence up
         yield HeldRow("output logits", size, "whole on every rank; outputs: {logits: drop}")
     # The gradient of logits, in fp32 and as logits are; chunks make the logits then, too.
-    each = (4 + e) + (model.logits_saved + e if chunks > 1 else 0)
+    each = (4 + e) + (own + e if chunks > 1 else 0)
     loss = tokens * model.vocab * each / chunks
     again = 0.0
     if checkpoint != "none":
@@ -168,7 +169,7 @@ def made_again(
     tokens = local_tokens(plan, run) * width.activation
     kept = kept_of(plan, model, block, width, run, "selective") - tokens * model.hidden
     if plan.tensor_size > 1:  # results of the reduce-scatters, which nothing saves in a first run
-        kept -= 2 * tokens * model.hidden
+        kept -= _scattered(block) * tokens * model.hidden
     inside = 0 if block.experts else tokens * _inside(block)
     return whole - kept - inside * (1 - 1 / _chunks(plan, model, block, run))
 
@@ -201,7 +202,11 @@ def kept_of(
     if checkpoint == "block":
         return kept
     keeps = checkpoint == "selective"
-    kept += block.scores * _pairs_bytes(plan, block, width, run)
+    pairs = block.scores * _pairs_bytes(plan, block, width, run)
+    if pairs and keeps:  # no kernel whose result could be kept
+        kept -= tokens * block.heads * ((block.value_dim or block.head_dim) * e + max(e, 4))
+    elif pairs:
+        kept += pairs
     if takes_dense_mask(plan, block, run) and not (keeps or block.scores):
         kept += mask_bytes(run, e)  # to be added to scores; each layer has its own
     u, t = plan.ulysses_size, plan.tensor_size
@@ -209,13 +214,12 @@ def kept_of(
     on_tensor = shape.on_tensor_rank(t)
     own = on_tensor.on_ulysses_rank(u)
     group = tokens * t  # tokens of a tensor group, whose heads this rank has
-    before = shape.width + shape.kv_heads * shape.kv_head
     if u > 1:
         # Queries, keys, values and output between the exchanges; the output behind them too.
         between = u * (own.width + own.value_width + own.kv_heads * own.kv_head)
         kept += group * e * between
         if not keeps:
-            kept -= tokens * e * before
+            kept -= tokens * block.saved.attended.of(e)
     elif t > block.kv_heads and not keeps:
         kept += (group - tokens) * e * shape.kv_heads * shape.kv_head  # made whole, then sliced
     if block.key_norm is not None and t > block.kv_heads and not keeps:
@@ -223,8 +227,13 @@ def kept_of(
     if block.latent is not None and t > 1 and not keeps:
         kept += 2 * (group - tokens) * e * block.latent.rotary  # gathered, and turned
     if keeps and t > 1:
-        kept += 2 * tokens * e * model.hidden  # results of the reduce-scatters
+        kept += _scattered(block) * tokens * e * model.hidden
     return kept
+
+
+def _scattered(block: Block) -> int:
+    """Results of reduce-scatters of one block."""
+    return 1 if block.token_local else 2
 
 
 def _pairs_bytes(plan: ResolvedPlan, block: Block, width: Widths, run: Run) -> float:

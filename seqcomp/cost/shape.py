@@ -29,13 +29,15 @@ class Bytes:
 class Saved:
     """What autograd keeps per token of a rank, by the plan's ``memory.checkpoint``.
 
-    On a rank whose tensors are all divided by the same degree (ring, data; Megatron-SP); what
-    Ulysses keeps twice is added from the heads.
+    On a rank whose tensors are all divided by the same degree (ring, data; Megatron-SP).
+    ``attended``: of ``none``, what attention alone keeps of its queries, keys, values and output,
+    in whose place Ulysses keeps them as they are between its exchanges.
     """
 
     none: Bytes
     selective: Bytes
     block: Bytes
+    attended: Bytes = Bytes(0, 0)
 
     def of(self, checkpoint: str, element_bytes: int) -> float:
         """Bytes per token."""
@@ -179,9 +181,10 @@ class ModelShape:
 
     ``embedding`` and ``head`` (0 where tied) count parameters that Megatron-SP cuts by vocabulary,
     ``other`` those that stay whole (last norm, learned positions). ``ends``: what autograd keeps
-    per token outside of the blocks, of each logit ``logits_saved`` bytes apart from that. ``apart``
-    counts parameters of these again: large ones that only one module has. ``by_tokens``: linears
-    of blocks that Megatron-SP does not cut, which is not counted.
+    per token outside of the blocks; apart from that ``logits_saved``, of each logit, and
+    ``tables``, which all blocks share, of the tokens of a tensor group (cosines of positions).
+    ``apart`` counts parameters of these again: large ones that only one module has. ``by_tokens``:
+    linears of blocks that Megatron-SP does not cut, which is not counted.
     """
 
     name: str
@@ -192,7 +195,8 @@ class ModelShape:
     head: int
     other: int
     ends: Bytes
-    logits_saved: float = 4.0
+    logits_saved: Bytes = Bytes(4, 0)
+    tables: Bytes = Bytes(0, 0)
     tied: bool = False
     apart: tuple[Apart, ...] = ()
     by_tokens: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -14,10 +14,13 @@ from torch.utils import _pytree as pytree
 from seqcomp.capture.call import signature_of
 from seqcomp.capture.example import example_call
 from seqcomp.capture.facts import makes_cache
+from seqcomp.cost.run import Run
 from seqcomp.diagnostics import PlanError, diagnostic, errors_in, raise_for_errors
 from seqcomp.integrations.models import build_model
+from seqcomp.integrations.packed import of_documents, pack
 from seqcomp.integrations.sample import wrong_length
 from seqcomp.integrations.validate import count_of, run_validation
+from seqcomp.layout.documents import Documents
 from seqcomp.lowering.binding import bound_call
 from seqcomp.lowering.blanks import blank_like, replaced
 from seqcomp.lowering.build import Request, build_program
@@ -61,6 +64,7 @@ class Lowered:
     length: int | None
     resolved: ResolvedPlan
     dtypes: Mapping[str, torch.dtype]  # in which parameters are kept
+    documents: Documents | None = None  # that every sequence packs
 
 
 def explain(
@@ -71,6 +75,7 @@ def explain(
     batch: int = 1,
     dtype: torch.dtype | str | None = None,
     example_inputs: Mapping[str, Any] | None = None,
+    documents: Sequence[int] | None = None,
 ) -> Report:
     """What one call and its backward would do on the first rank of the plan's mesh, or where masks
     make those along the ring send different keys on the one that sends most.
@@ -90,6 +95,8 @@ def explain(
         dtype: of weights and buffers ("bf16", "fp16", "fp32", "fp64"); the model's own otherwise.
         example_inputs: keyword arguments of a call, for other models; of tensors the sizes alone
             count, which are those of one data rank's call.
+        documents: lengths of those that every sequence packs, one behind the other: attention and
+            what it sends stay within each, as where positions that start anew tell them apart.
 
     Raises:
         PlanError: everything wrong with the plan, the model and the sizes, as ``validate`` finds
@@ -98,6 +105,7 @@ def explain(
     return lowered(
         model, plan, _report,
         seq_len=seq_len, batch=batch, dtype=dtype, example_inputs=example_inputs,
+        documents=documents,
     )  # fmt: skip
 
 
@@ -153,6 +161,7 @@ def lowered(
     batch: int = 1,
     dtype: torch.dtype | str | None = None,
     example_inputs: Mapping[str, Any] | None = None,
+    documents: Sequence[int] | None = None,
 ) -> T:
     """What `then` makes of the lowered model; arguments and errors as of `explain`."""
     checked = run_validation(plan, seq_len=seq_len)
@@ -165,6 +174,10 @@ def lowered(
     assert checked.plan is not None, "a plan without errors has been built"
     paths = [path for path, _ in module.named_modules() if path]
     resolved = resolve(checked.plan, seq_len=seq_len, module_paths=paths)
+    packed = None if documents is None else Run(seq_len, documents=tuple(documents)).packed
+    if packed is not None and resolved.layout_kind == "auto":
+        # A mask of documents is no causal one.
+        resolved = replace(resolved, layout_kind="contiguous")
     wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
 
     def inputs() -> Mapping[str, Any]:
@@ -173,7 +186,8 @@ def lowered(
         return _call_of(module, seq_len, batch)
 
     try:
-        return then(_lowered(module, resolved, inputs, seq_len, wanted))
+        made = _lowered(module, resolved, inputs, seq_len, wanted)
+        return then(replace(made, documents=packed))
     except PlanError:
         raise
     except Exception as error:
@@ -222,9 +236,14 @@ def _lowered(
 def _report(what: Lowered) -> Report:
     # On meta: what depends on the device of the calls is left open.
     rank = ThreadWorld(dict(what.resolved.axes), device=torch.device("meta")).context(0)
-    return build_report(
-        what.program, what.batch, what.length, what.resolved, rank, what.dtypes, any_rank=True
+    program, packed = what.program, what.documents
+    if packed is not None:
+        values = local_values(program, what.batch, what.length, what.resolved.axes)
+        pack(program, values, what.resolved, packed)
+    report = build_report(
+        program, what.batch, what.length, what.resolved, rank, what.dtypes, any_rank=True
     )
+    return report if packed is None else of_documents(report, packed)
 
 
 def _plain(model: Any) -> nn.Module:

@@ -45,8 +45,8 @@ def model_shape(model: nn.Module | str) -> ModelShape:
 
     Parameters are counted, heads and masks are those of a capture of the whole (of one block, where
     all are equal and are called alike), and what autograd keeps is counted on the lowered graph of
-    one block of each kind, in bf16 and in fp32 (of experts that run untraced by formula). Masks
-    that depend on data count as full. The module stays as it is.
+    one block of each kind, in bf16 and in fp32. Masks that depend on data count as full. The module
+    stays as it is.
 
     Raises:
         PlanError: SC020, SC021 for specs, SC301, SC309 where it cannot be captured, SC022 where it
@@ -103,10 +103,14 @@ def model_shape(model: nn.Module | str) -> ModelShape:
             key_norm=normed.get(inside[path][0].where),
         )
         groups.setdefault(kind, []).append(path)
-    blocks, ends = [], Bytes(0, 0)
+    blocks, tables, ends = [], Bytes(0, 0), Bytes(0, 0)
     for kind, members in groups.items():
-        saved, ends = _saved(module, members[0], kind, sizes.hidden, facts.length)
+        saved, shared, ends = _saved(module, members[0], sizes.hidden, facts.length)
         blocks.append(replace(kind, count=len(members), saved=saved))
+        tables = max(tables, shared, key=lambda size: size.of(2))
+    of_logit = Bytes(0, 0)
+    if _has_head(module):
+        of_logit, ends = _without_logits(ends, sizes.vocab)
     return ModelShape(
         name=name,
         hidden=sizes.hidden,
@@ -115,7 +119,9 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         embedding=sizes.embedding,
         head=sizes.head,
         other=sizes.other,
-        ends=_without_logits(ends, sizes.vocab) if _has_head(module) else ends,
+        ends=ends,
+        logits_saved=of_logit,
+        tables=tables,
         tied=sizes.head == 0 and _has_head(module),
         apart=tuple(_apart(module, paths, sizes)),
         by_tokens=() if any(b.latent for b in blocks) else cut.by_tokens,
@@ -124,7 +130,6 @@ def model_shape(model: nn.Module | str) -> ModelShape:
 
 _PLACES = ("layer_idx", "layer_id", "layer_index")
 _NOTHING = Saved(Bytes(0, 0), Bytes(0, 0), Bytes(0, 0))
-_LOGITS = 4.0  # bytes that a cross-entropy in fp32 keeps of each logit
 
 
 def _has_head(module: nn.Module) -> bool:
@@ -133,10 +138,13 @@ def _has_head(module: nn.Module) -> bool:
     return not callable(head) or head() is not None
 
 
-def _without_logits(ends: Bytes, vocab: int) -> Bytes:
-    """Logits and what the loss keeps of them are counted apart."""
-    own = _LOGITS * vocab
-    return Bytes(ends.fixed - own, ends.elements) if ends.fixed >= own else ends
+def _without_logits(ends: Bytes, vocab: int) -> tuple[Bytes, Bytes]:
+    """What is kept of a logit by a cross-entropy, in fp32 or as logits are, and all else."""
+    for own in (Bytes(4, 0), Bytes(0, 1)):
+        left = Bytes(ends.fixed - own.fixed * vocab, ends.elements - own.elements * vocab)
+        if min(left.fixed, left.elements) >= 0:
+            return own, left
+    return Bytes(0, 0), ends
 
 
 # --- parameters and heads --------------------------------------------------------------------
@@ -290,9 +298,10 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
 
 
 def _saved(
-    module: nn.Module, path: str, kind: Block, hidden: int, length: int | None
-) -> tuple[Saved, Bytes]:
-    """Of one block, which keeps its input where all of it runs again, and of all outside.
+    module: nn.Module, path: str, hidden: int, length: int | None
+) -> tuple[Saved, Bytes, Bytes]:
+    """Of one block, which keeps its input where all of it runs again, of what it shares with
+    others, and of all outside.
 
     length: of the sequence, where the model makes it itself.
     """
@@ -309,12 +318,8 @@ def _saved(
         elements = (wide[name] - narrow[name]) / 2
         return Bytes(2 * narrow[name] - wide[name], elements)
 
-    none = affine("none")
-    if wide["untraced"]:
-        # Of each expert that a token visits: its input and output, gate, activation, up, product.
-        routed = kind.active * (2 * hidden + 4 * kind.mlp_width)
-        none = Bytes(none.fixed, none.elements + routed)
-    return Saved(none, affine("selective"), Bytes(0, hidden)), affine("outside")
+    kept = Saved(affine("none"), affine("selective"), Bytes(0, hidden), affine("attended"))
+    return kept, affine("tables"), affine("outside")
 
 
 def _counted(module: nn.Module, dtype: str, length: int) -> Mapping[str, float]:
@@ -322,7 +327,11 @@ def _counted(module: nn.Module, dtype: str, length: int) -> Mapping[str, float]:
 
     On a rank of a ring, whose attention keeps no scores however the model writes it.
     """
-    from seqcomp.integrations.explain import explain
+    from seqcomp.integrations.explain import Lowered, lowered
+    from seqcomp.report.block import block_bytes
+    from seqcomp.report.local import Saved as Tensors
+    from seqcomp.report.local import local_values
+    from seqcomp.report.memory import saved_bytes
 
     plan = {
         "mesh": {"ring": _RANKS},
@@ -330,16 +339,24 @@ def _counted(module: nn.Module, dtype: str, length: int) -> Mapping[str, float]:
         "memory": {"checkpoint": "selective"},
         "padding": "pad",
     }
-    report = explain(module, plan, seq_len=length, dtype=dtype)
-    tokens = -(-length // _RANKS)
-    (row,) = [r for r in report.memory if r.what.startswith("checkpoint")]
-    total = next(r.bytes for r in report.footprint if r.what == "saved activations")
-    return {
-        "none": row.bytes_without / tokens,
-        "selective": row.bytes_kept / tokens,
-        "outside": (total - row.bytes_kept) / tokens,
-        "untraced": float(row.at_least),
-    }
+
+    def of(what: Lowered) -> Mapping[str, float]:
+        tensors: Tensors = {}
+        values = local_values(what.program, what.batch, what.length, what.resolved.axes, tensors)
+        given = (what.program, values, tensors, what.resolved)
+        block, whole = block_bytes(*given), saved_bytes(*given)
+        found = {
+            "none": block.without,
+            "selective": block.kept,
+            "attended": block.attended,
+            "tables": block.shared,
+            "outside": whole.kept - block.kept - block.shared,
+        }
+        tensors.clear()  # what was imagined and the hooks that hold it would live for good
+        tokens = -(-length // _RANKS)
+        return {name: size / tokens for name, size in found.items()}
+
+    return lowered(module, plan, of, seq_len=length, dtype=dtype)
 
 
 @contextmanager

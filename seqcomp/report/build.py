@@ -53,6 +53,7 @@ class Report:
     `comm` counts one forward and its backward; `events` are its rows one by one, by operation.
     `batch` is the rank's own, `length` the full one (None where the model has no such dim). `mesh`
     lists the axes, outermost first. `tokens`, `tiles` and `graph` are of the whole mesh.
+    `documents`: lengths of those that every sequence packs; None where a sequence is one.
     """
 
     program: str
@@ -71,6 +72,7 @@ class Report:
     graph: Regions | None = None
     ring_rank: int | None = None
     busiest: int | None = None
+    documents: str | None = None
 
     def bytes_sent(self, phase: str | None = None) -> int:
         """Bytes that one rank sends, in one phase or in both."""
@@ -83,6 +85,7 @@ class Report:
             "mesh": dict(self.mesh),
             "batch": self.batch,
             "length": self.length,
+            "documents": self.documents,
             "comm": [row.to_json() for row in self.comm],
             "kernels": [row.to_json() for row in self.kernels],
             "work": [row.to_json() for row in self.work],
@@ -113,8 +116,9 @@ class Report:
                 "which sends most" if place == self.busiest else f"rank {self.busiest} sends most"
             )
             who = f"rank {place} along the ring ({most})"
+        packed = "" if self.documents is None else f" in documents of {self.documents[:100]}"
         headline = (
-            f"program {self.program} on {axes}; batch {self.batch}, length {self.length}; "
+            f"program {self.program} on {axes}; batch {self.batch}, length {self.length}{packed}; "
             f"{who} {sends} {forward} forward, {backward} backward"
         )
         return as_text(

@@ -65,13 +65,16 @@ def footprint_rows(
     rows = list(_state_rows(program, values, resolved, dtypes, on_host=on_host))
     if program.grad:
         held = saved_bytes(program, values, saved, resolved)
+        note = "what autograd holds when the forward ends"
+        if any(isinstance(n.target, ops.TokenLocal) for n in program.flat.nodes):
+            note += "; inside of units by the token, wherever it is routed"
         kept_on_host = on_host and bool(program.checkpoints)
         rows.append(
             FootprintRow(
                 "saved activations",
                 held.kept,
                 False,
-                "what autograd holds when the forward ends",
+                note,
                 held.at_least,
                 kept_on_host and resolved.plan.memory.offload == "cpu",
             )

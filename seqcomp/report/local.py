@@ -79,13 +79,18 @@ def is_fused(node: Node, values: Mapping[Node, Any]) -> bool:
     return not info.written and bool(values[node.all_input_nodes[0]].is_meta)
 
 
-def _attended(node: Node, given: Iterable[Any]) -> Tensor:
-    """The result of attention as kernels write it: [B, s, H, d], seen as [B, H, s, d]."""
+def _attended(node: Node, given: Iterable[Any], *, side_by_side: bool = False) -> Tensor:
+    """The result [B, H, s, d] of attention, of which kernels lay out dims as those of the queries.
+
+    side_by_side: are the heads of a token, as after an exchange between ranks.
+    """
     tensors = [x for x in given if isinstance(x, Tensor)]
     q, v = tensors[0], tensors[2]
-    batch, heads, rows, _ = q.shape
-    last = (batch, rows, heads, v.shape[3])
-    out = q.new_empty(last, dtype=node.meta["val"].dtype).transpose(1, 2)
+    shape = (*q.shape[:3], v.shape[3])
+    strides = (0, 2, 1, 3) if side_by_side else [-n for n in q.stride()]
+    order = sorted(range(4), key=strides.__getitem__)
+    out = q.new_empty([shape[i] for i in order], dtype=node.meta["val"].dtype)
+    out = out.permute([order.index(i) for i in range(4)])
     return out.requires_grad_(torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
@@ -157,7 +162,7 @@ def _imitate(
     fake: FakeTensorMode,
     program: Program,
 ) -> Any:
-    computed = _computed(node, op, args, fake, degrees)
+    computed = _computed(node, op, args, fake, degrees, program)
     if computed is not None:
         return computed
     degree = 1
@@ -193,7 +198,12 @@ def _imitate(
 
 
 def _computed(
-    node: Node, op: ops.Op, args: Any, fake: FakeTensorMode, degrees: Mapping[str, int]
+    node: Node,
+    op: ops.Op,
+    args: Any,
+    fake: FakeTensorMode,
+    degrees: Mapping[str, int],
+    program: Program,
 ) -> Any:
     """What operations that compute give; None for the others."""
     match op:
@@ -201,7 +211,8 @@ def _computed(
             return fake.from_tensor(op.value)
         case ops.Attention():
             tiling, sinks = args[3:5]
-            return _attended(node, (*args[:3], *(tiling or ()), sinks))
+            side_by_side = program.layout.inner > 1 and not op.whole
+            return _attended(node, (*args[:3], *(tiling or ()), sinks), side_by_side=side_by_side)
         case ops.Dropout():
             return args[0] * 1.0
         case ops.DropPairs() | ops.Remember():

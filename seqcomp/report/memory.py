@@ -27,8 +27,8 @@ from seqcomp.runtime.attention.merge import accumulator_dtype
 from seqcomp.runtime.chunked_mlp import number_of
 
 _SAVING = (
-    ops.Attention, ops.ChunkedLoss, ops.ChunkedMlp, ops.ColumnLinear, ops.VocabularyEmbedding,
-    ops.VocabularyLoss,
+    ops.Attention, ops.ChunkedLoss, ops.ChunkedMlp, ops.ColumnLinear, ops.TokenLocal,
+    ops.VocabularyEmbedding, ops.VocabularyLoss,
 )  # fmt: skip
 
 
@@ -73,8 +73,8 @@ def memory_rows(
     if program.checkpoints:
         reruns = list(program.checkpoints.values())
         inside = {node for rerun in reruns for node in rerun.nodes}
-        state = _state(program, values)
-        count = _Count(values, saved, resolved, state)
+        state = state_of(program, values)
+        count = Count(values, saved, resolved, state)
         outside = count.saved_by(n for n in program.flat.nodes if n not in inside)
         count.known |= outside.keys()
         kept: Bytes = {}
@@ -87,7 +87,7 @@ def memory_rows(
                 count=len(reruns),
                 bytes_kept=sum(kept.values()),
                 bytes_without=sum(count.saved_by(inside).values()),
-                at_least=any(isinstance(n.target, ops.TokenLocal) for n in inside),
+                at_least=any(map(_is_unknown, inside)),
                 on_host=on_host and memory.offload == "cpu",
             )
         )
@@ -117,7 +117,7 @@ def saved_bytes(
     program: Program, values: Values, saved: Saved, resolved: ResolvedPlan
 ) -> SavedBytes:
     """All that a call saves; arguments as of `memory_rows`."""
-    count = _Count(values, saved, resolved, _state(program, values))
+    count = Count(values, saved, resolved, state_of(program, values))
     reruns = list(program.checkpoints.values())
     inside = {node for rerun in reruns for node in rerun.nodes}
     kept = count.saved_by(n for n in program.flat.nodes if n not in inside)
@@ -128,17 +128,17 @@ def saved_bytes(
     return SavedBytes(
         kept=sum(kept.values()),
         again=max((_again(rerun, count, values) for rerun in reruns), default=0),
-        at_least=any(isinstance(n.target, ops.TokenLocal) for n in program.flat.nodes),
+        at_least=any(map(_is_unknown, program.flat.nodes)),
     )
 
 
-def _again(rerun: Rerun, count: _Count, values: Values) -> int:
+def _again(rerun: Rerun, count: Count, values: Values) -> int:
     mlps = [(n, n.target) for n in rerun.nodes if isinstance(n.target, ops.ChunkedMlp)]
     one = max((chunk_bytes(node, op, values) for node, op in mlps), default=0)
     return sum(count.saved_by(rerun.nodes).values()) + one
 
 
-def _state(program: Program, values: Values) -> set[Any]:
+def state_of(program: Program, values: Values) -> set[Any]:
     """Storages of parameters and buffers."""
     return {
         key_of(values[node])
@@ -147,7 +147,7 @@ def _state(program: Program, values: Values) -> set[Any]:
     }
 
 
-class _Count:
+class Count:
     """Storages that are not `known` to be there anyway."""
 
     def __init__(
@@ -169,6 +169,8 @@ class _Count:
     def _by_operation(self, node: Node) -> Bytes:
         """What an operation of ours saves, and attention that one kernel computes."""
         value = self._values[node]
+        if isinstance(node.target, ops.TokenLocal):
+            return _of_unit(node, node.target, self._values)
         if not (isinstance(value, Tensor) and value.requires_grad):
             return {}
         match node.target:
@@ -197,12 +199,8 @@ class _Count:
 
     def kept_of(self, rerun: Rerun) -> Bytes:
         """The inputs of a call, and what it keeps of its first run."""
-        inside = set(rerun.nodes)
-        found: Bytes = {}
+        found = self.inputs_of(rerun)
         for node in rerun.nodes:
-            for operand in node.all_input_nodes:
-                if operand not in inside:
-                    found |= storages(pytree.tree_leaves(self._values[operand]))
             if not rerun.how.keeps:
                 continue
             if isinstance(node.target, ops.Attention):
@@ -219,14 +217,24 @@ class _Count:
                 found |= {k: v for k, v in own.items() if k not in given}
         return self._new(found)
 
+    def inputs_of(self, rerun: Rerun) -> Bytes:
+        """What comes into a call."""
+        operands = dict.fromkeys(x for node in rerun.nodes for x in node.all_input_nodes)
+        inside = set(rerun.nodes)
+        given = [pytree.tree_leaves(self._values[x]) for x in operands if x not in inside]
+        return self._new(storages(x for leaves in given for x in leaves))
+
     def _new(self, found: Bytes) -> Bytes:
         return {key: size for key, size in found.items() if key not in self.known}
 
     def _given_by(self, node: Node) -> Bytes:
-        """What attention saves, without a mask that it adds, which no kernel gives."""
-        mask, written = operands(node, self._values)[3], node.meta["attention"].written
-        pairs = mask.shape[-2:] if isinstance(mask, Tensor) and not written else None
-        return storages(x for x in self._saved.get(node, ()) if x.shape[-2:] != pairs)
+        """What a kernel of torch saves and gives again: not a mask that is added. Attention that
+        no kernel computes does not save its result, and nothing of it is kept."""
+        saved, mask = self._saved.get(node, ()), operands(node, self._values)[3]
+        if key_of(self._values[node]) not in storages(saved):
+            return {}
+        pairs = mask.shape[-2:] if isinstance(mask, Tensor) else None
+        return storages(x for x in saved if x.shape[-2:] != pairs)
 
     def _added(self, node: Node) -> Bytes:
         """A mask of all pairs as kernels add it: of a boolean one each call makes its own."""
@@ -252,6 +260,21 @@ class _Count:
         }
         found = {(node, name): tokens * n * q.element_size() for name, n in widths.items()}
         return found | {(node, "lse"): tokens * heads.rank_queries * wide}
+
+
+def _is_unknown(node: Node) -> bool:
+    return isinstance(node.target, ops.TokenLocal) and node.target.unit.kept is None
+
+
+def _of_unit(node: Node, op: ops.TokenLocal, values: Values) -> Bytes:
+    """What the code of a unit keeps."""
+    kept, results = op.unit.kept, values[node]
+    if kept is None or not any(x.requires_grad for x in results):
+        return {}
+    given: Any = node.args[0]
+    inputs = [values[x] for x in given]
+    found = storages([*(inputs[i] for i in kept.inputs), *(results[i] for i in kept.results)])
+    return found | {(node, "inside"): kept.own(inputs)}
 
 
 def _is_kept_mlp(node: Node, values: Values) -> bool:

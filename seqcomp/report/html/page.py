@@ -72,6 +72,8 @@ def _subtitle(report: Report) -> Iterator[str]:
         yield f"; {report.batch:,} in the batch of a data rank"
     if report.length is not None:
         yield f"; {report.length:,} tokens each"
+    if report.documents is not None:
+        yield f", in documents of {report.documents[:100]}"
     yield ". What one training step does on a rank, from the lowered graph; nothing was run."
 
 

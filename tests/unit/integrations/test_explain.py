@@ -306,3 +306,26 @@ def test_a_compiled_module_is_refused() -> None:
         return caught.value.diagnostics[0].code
 
     assert lockstep(build, "ring_2", explained) == ["SC022", "SC022"]
+
+
+def test_packed_documents() -> None:
+    """Work is that of pairs within documents, on ranks of a layout that is not for causal masks."""
+    documents = (128, *(16,) * 8)
+    report = seqcomp.explain(build(ONE), "ring_4", seq_len=256, documents=documents)
+    place = [i + 1 for n in documents for i in range(n)]
+    pairs = [sum(place[rank * 64 : (rank + 1) * 64]) for rank in range(4)]
+    ((row,), (grid,)) = report.work, report.tiles
+    assert [n * sum(pairs) for n in row.flops] == [n * sum(row.flops) for n in pairs]
+    assert [sum(areas) for areas in grid.areas] == pairs
+    assert row.mask == grid.mask == "documents"
+    assert row.balance == pytest.approx(max(pairs) * 4 / sum(pairs))
+    assert report.to_json()["documents"] == "128,16x8"
+    assert "in documents of 128,16x8" in str(report)
+    assert "in documents of 128,16x8" in report.to_html()
+    whole = seqcomp.explain(build(ONE), "ring_4_contiguous", seq_len=256)
+    sent, before = (
+        sum(r.bytes_sent for r in found.comm if r.kind == "p2p") for found in (report, whole)
+    )
+    assert 0 < sent < before
+    with pytest.raises(PlanError, match="documents have 240 tokens"):
+        seqcomp.explain(build(ONE), "ring_4", seq_len=256, documents=documents[:-1])
