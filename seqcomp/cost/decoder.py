@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from seqcomp.cost.shape import Apart, Block, Bytes, MaskKind, ModelShape, Parameters, Saved
+from seqcomp.cost.parts import Bytes, Parameters, Saved
+from seqcomp.cost.shape import Apart, Block, MaskKind, ModelShape
 
 LARGE = 2**20  # elements of an embedding or a head (lowering/fsdp_units.py)
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from seqcomp.cost.group import Group
 from seqcomp.cost.kernels import dense_seconds, stream_seconds
-from seqcomp.cost.layer import Group
 from seqcomp.cost.memory import block_parameters
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Timeline
-from seqcomp.cost.workload import Workload, dtype_of, sharding, widths_of
+from seqcomp.cost.weights import sharding
+from seqcomp.cost.widths import dtype_of, widths_of
+from seqcomp.cost.workload import Workload
 from seqcomp.strategies.base import CommStep, Phase
 
 

@@ -12,22 +12,17 @@ from seqcomp.cost.advice import does_not_fit
 from seqcomp.cost.balance import BY_CAUSAL_MASKS, Busiest, busiest_of, uneven
 from seqcomp.cost.ends import End
 from seqcomp.cost.flops import CONVENTIONS, flops_of, tokens_of
+from seqcomp.cost.group import Group
 from seqcomp.cost.kernels import peak_of
-from seqcomp.cost.layer import Group, Layer
+from seqcomp.cost.layer import layer_of
 from seqcomp.cost.memory import HeldRow, memory_rows, peak_bytes
+from seqcomp.cost.outside import wanted_outputs
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Event, Timeline
 from seqcomp.cost.unfused import dense_masks
-from seqcomp.cost.workload import (
-    BlockSteps,
-    Workload,
-    dtype_of,
-    layout_of,
-    padded,
-    wanted_outputs,
-    workload_of,
-)
+from seqcomp.cost.widths import dtype_of, padded
+from seqcomp.cost.workload import BlockSteps, Workload, workload_of
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.resolve import ResolvedPlan
@@ -177,10 +172,9 @@ def _passes(
     """How often each timeline runs in a step: of each group forward and backward, and the ends."""
     group = Group(plan, cluster)
     contention = cluster.device.kernels.contention
-    layout = layout_of(plan, model, run)
     checkpoint = plan.plan.memory.checkpoint
     for block, steps in zip(model.blocks, work.blocks, strict=True):
-        layer = Layer(group, block, steps, run, layout, model.hidden)
+        layer = layer_of(group, model, block, steps, run)
         forward = Timeline(contention)
         layer.forward(forward)
         _behind(group, forward, steps, "forward")

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from seqcomp.cost.outside import outputs_of
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block, ModelShape
+from seqcomp.cost.source import seen_by
 from seqcomp.cost.unfused import is_tiled, mask_bytes, takes_dense_mask
-from seqcomp.cost.workload import (
-    Widths,
-    apart_of,
-    outputs_of,
-    padded,
-    root_parameters,
-    sharding,
-    widths_of,
-)
+from seqcomp.cost.weights import apart_of, root_parameters, sharding
+from seqcomp.cost.widths import Widths, padded, widths_of
 from seqcomp.plan.resolve import ResolvedPlan
 
 _FEWEST = 1024  # tokens of a chunk of an MLP (runtime/chunked_mlp.py)
@@ -64,11 +59,23 @@ def local_tokens(plan: ResolvedPlan, run: Run) -> int:
 
 
 def cache_bytes(plan: ResolvedPlan, model: ModelShape, run: Run) -> int:
-    """Keys and values of all layers, of the tokens and KV heads that a rank attends with."""
-    return sum(
-        block.count * kv_tokens_bytes(plan, model, block, run, widths_of(plan, run).activation)
-        for block in model.blocks
-    )
+    """Keys and values of all layers, of the tokens and KV heads that a rank attends with: of an
+    encoder those that the decoder's layers make of it."""
+    e, found = widths_of(plan, run).activation, 0
+    for block in (b for b in model.blocks if b.cross is not None or not model.source):
+        found += block.count * kv_tokens_bytes(plan, model, block, run, e)
+        if block.cross is not None:
+            # Of another number of tokens they are whole on every rank.
+            own = replace(block, source=block.cross.source)
+            found += block.count * kv_tokens_bytes(*_seen(plan, model, own, run), e)
+    return found
+
+
+def _seen(
+    plan: ResolvedPlan, model: ModelShape, block: Block, run: Run
+) -> tuple[ResolvedPlan, ModelShape, Block, Run]:
+    over, own = seen_by(plan, block, run)
+    return over, model, block, own
 
 
 def kv_tokens_bytes(
@@ -135,8 +142,9 @@ def _activations(
     yield HeldRow("saved activations", round(kept), how, host)
     chunks, e = memory.loss_chunks, width.activation
     logits = 0.0 if chunks > 1 else model.logits_saved * model.vocab
-    ends = model.ends.of(e) + logits
-    yield HeldRow("saved outside of blocks", round(tokens * ends), "embedding, head and loss")
+    outside = tokens * (model.ends.of(e) + logits)
+    outside += run.batch * model.whole_ends.of(e) if model.whole_ends else 0
+    yield HeldRow("saved outside of blocks", round(outside), "embedding, head and loss")
     if outputs_of(plan) == "full" and model.vocab:
         size = run.batch * given * model.vocab * e  # without what fills the sequence up
         yield HeldRow("output logits", size, "whole on every rank; outputs: {logits: drop}")
@@ -165,10 +173,12 @@ def made_again(
     whole = kept_of(plan, model, block, width, run, "none")
     if plan.plan.memory.checkpoint == "block":
         return whole
+    if block.source:
+        return whole - kept_of(plan, model, block, width, run, "selective")
     tokens = local_tokens(plan, run) * width.activation
     kept = kept_of(plan, model, block, width, run, "selective") - tokens * model.hidden
     if plan.tensor_size > 1:  # results of the reduce-scatters, which nothing saves in a first run
-        kept -= 2 * tokens * model.hidden
+        kept -= (1 + block.attentions) * tokens * model.hidden
     inside = 0 if block.experts else tokens * _inside(block)
     return whole - kept - inside * (1 - 1 / _chunks(plan, model, block, run))
 
@@ -197,7 +207,11 @@ def kept_of(
 ) -> float:
     """What autograd keeps of one block on one rank, in bytes."""
     tokens, e = local_tokens(plan, run), width.activation
+    if block.source:
+        return _kept_whole(plan, model, block, e, run, checkpoint)
     kept = tokens * block.saved.of(checkpoint, e)
+    if block.whole is not None:  # keys and values of a source, by heads
+        kept += run.batch * block.whole.of(checkpoint, e) / plan.tensor_size
     if checkpoint == "block":
         return kept
     keeps = checkpoint == "selective"
@@ -213,9 +227,10 @@ def kept_of(
     if u > 1:
         # Queries, keys, values and output between the exchanges; the output behind them too.
         between = u * (own.width + own.value_width + own.kv_heads * own.kv_head)
-        kept += group * e * between
+        exchanged = 1 + (block.cross is not None and not block.cross.source)
+        kept += exchanged * group * e * between
         if not keeps:
-            kept -= tokens * e * before
+            kept -= exchanged * tokens * e * before
     elif t > block.kv_heads and not keeps:
         kept += (group - tokens) * e * shape.kv_heads * shape.kv_head  # made whole, then sliced
     if block.key_norm is not None and t > block.kv_heads and not keeps:
@@ -223,13 +238,28 @@ def kept_of(
     if block.latent is not None and t > 1 and not keeps:
         kept += 2 * (group - tokens) * e * block.latent.rotary  # gathered, and turned
     if keeps and t > 1:
-        kept += 2 * tokens * e * model.hidden  # results of the reduce-scatters
+        kept += (1 + block.attentions) * tokens * e * model.hidden  # results of the reduce-scatters
     return kept
+
+
+def _kept_whole(
+    plan: ResolvedPlan, model: ModelShape, block: Block, e: int, run: Run, checkpoint: str
+) -> float:
+    """Of a sequence that every rank has whole: tensor ranks share what is inside of attention and
+    MLP; what its norms are given and give, or its input, each of them keeps."""
+    assert block.whole is not None
+    kept, t = run.batch * block.whole.of(checkpoint, e), plan.tensor_size
+    one = run.batch * block.source * model.hidden * e
+    if checkpoint == "block" or t == 1:
+        return kept
+    outer = min(kept, one if checkpoint == "selective" else 4 * one)
+    sums = 2 * one if checkpoint == "selective" else 0
+    return outer + (kept - outer) / t + sums
 
 
 def _pairs_bytes(plan: ResolvedPlan, block: Block, width: Widths, run: Run) -> float:
     """A number for each head of a rank and each pair; 0 where attention is in tiles."""
-    if is_tiled(plan, run):
+    if is_tiled(plan, run) or block.source:
         return 0.0
     return width.activation * run.batch * run.seq_len**2 * block.heads / plan.tensor_size
 
@@ -245,6 +275,7 @@ def _working(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> 
 def _working_block(
     plan: ResolvedPlan, model: ModelShape, block: Block, width: Widths, run: Run
 ) -> float:
+    plan, run = seen_by(plan, block, run)
     tokens, e, t = local_tokens(plan, run), width.activation, plan.tensor_size
     group = tokens * t
     moved = 2 * group * model.hidden * e

@@ -11,7 +11,7 @@ from torch.fx import Node
 from seqcomp.capture.edit import module_path, op_name
 from seqcomp.capture.export import Capture
 from seqcomp.capture.recognise import AttentionInfo
-from seqcomp.cost.shape import Bytes, KeyNorm
+from seqcomp.cost.parts import Bytes, KeyNorm
 from seqcomp.placement.features import is_linear
 from seqcomp.placement.megatron import TensorPlan, plan_tensor_axis
 

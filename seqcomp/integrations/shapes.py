@@ -8,16 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from seqcomp.cost.named import load_shape
-from seqcomp.cost.shape import (
-    Apart,
-    Block,
-    Bytes,
-    Latent,
-    MaskKind,
-    ModelShape,
-    Parameters,
-    Saved,
-)
+from seqcomp.cost.parts import Bytes, Latent, Parameters, Saved
+from seqcomp.cost.shape import Apart, Block, MaskKind, ModelShape
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.layout.masks import Band
 from seqcomp.plan.facts import ModelFacts
