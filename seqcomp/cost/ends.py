@@ -38,6 +38,7 @@ class End:
             timeline, "parameters", [*self._steps("gradients", "forward"), *self._first("forward")]
         )
         send(timeline, "the embedding", self._steps("embedding", "forward"))
+        send(timeline, "the source", self._steps("source", "forward"))
         send(timeline, "the sequence", self._steps("head", "forward"))
         timeline.compute("head and loss", self._head())
         send(timeline, "the loss", self._steps("loss", "forward"))
@@ -50,6 +51,7 @@ class End:
         send(timeline, "the loss", self._steps("loss", "backward"))
         send(timeline, "gradients", self._steps("head", "backward"))
         timeline.compute("head and loss backward", 2 * self._head())
+        send(timeline, "gradients", self._steps("source", "backward"))
         send(timeline, "the embedding", self._steps("embedding", "backward"))
         rest = [*self._steps("gradients", "backward"), *self._first("backward")]
         send(timeline, "gradients of parameters", rest)

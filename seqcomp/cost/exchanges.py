@@ -34,7 +34,8 @@ class Exchanges:
 
 
 def exchanges_of(plan: ResolvedPlan, block: Block, shape: AttentionShape) -> Exchanges:
-    """Experts alone take no part. shape: of the block's own sequence."""
+    """Experts alone take no part, and what the keys of a second attention are made of is gathered
+    for all blocks at once. shape: of the block's own sequence."""
     degree = plan.ring_size * plan.ulysses_size
     strategy = MegatronSp(plan.tensor_size, plan.tensor_axis or "tensor")
     steps = strategy.comm_steps(shape.on_sequence_rank(degree))
@@ -53,9 +54,6 @@ def exchanges_of(plan: ResolvedPlan, block: Block, shape: AttentionShape) -> Exc
         every = (*widths, block.latent.rotary)
         into[0], gives[0] = (_in_widths(step, every, shape.hidden) for step in (gather, give))
         again[0] = _in_widths(back, widths, shape.hidden)
-    if block.cross is not None and not block.cross.source:
-        for each in (into, again, gives):  # what keys are made of, too
-            each[1] = _in_widths(each[1], 2 * (shape.hidden,), shape.hidden)
     return Exchanges(tuple(into), parts * (scatter,), parts * (back,), tuple(again), tuple(gives))
 
 

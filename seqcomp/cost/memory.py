@@ -98,11 +98,20 @@ def _state(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> It
     root = sum(root_parameters(plan, model))
     apart = [-(-one.words // t) + one.other for one in apart_of(plan, model)]
     units = [
-        n for block, own in zip(model.blocks, blocks, strict=True) for n in block.count * [own]
+        n
+        for block, own in zip(model.blocks, blocks, strict=True)
+        for n in block.count * [own]
+        if not block.parameters.with_root
     ]
     units += apart
+    root += sum(
+        block.count * own
+        for block, own in zip(model.blocks, blocks, strict=True)
+        if block.parameters.with_root
+    )
     whole = root + sum(units)
     held = -(-whole // ways) * width.kept
+    learnt = held - model.frozen // ways * width.kept
     fsdp = plan.plan.strategies.fsdp
     host = fsdp is not None and fsdp.offload == "cpu"
     note = f"shards of 1/{ways}" if ways > 1 else ""
@@ -110,9 +119,9 @@ def _state(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> It
         note += f"{', ' if note else ''}kept in {run.dtype}"
     yield HeldRow("parameters", held, note, host)
     if run.trains:
-        yield HeldRow("gradients", held, "as the parameters", host)
+        yield HeldRow("gradients", learnt, "as the parameters", host)
         note = "AdamW: two moments as the parameters"
-        yield HeldRow("optimizer state", 2 * held, note, host)
+        yield HeldRow("optimizer state", 2 * learnt, note, host)
     if fsdp is not None and ways > 1:
         reshard = fsdp.reshard or not run.trains
         wanted = sorted(units)[-2:] if reshard else units

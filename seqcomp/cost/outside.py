@@ -26,12 +26,16 @@ def steps_outside(
             for _ in range(model.sequences):
                 yield "embedding", CommStep("reduce_scatter", axis, size, 1, "forward", False)
                 yield "embedding", CommStep("all_gather", axis, size, 1, "backward", False)
+        if model.sequences > 1:  # once for all blocks of the decoder
+            yield "source", CommStep("all_gather", axis, size, 1, "forward", False)
+            yield "source", CommStep("reduce_scatter", axis, size, 1, "backward", False)
+            yield "source", CommStep("all_gather", axis, size, 1, "backward", False)
         if run.trains and model.vocab:
             yield "head", CommStep("all_gather", axis, size, 1, "forward", False)
             yield "head", CommStep("reduce_scatter", axis, size, 1, "backward", False)
             yield "head", CommStep("all_gather", axis, size, 1, "backward", False)
     if run.trains and model.vocab:
-        for step in _loss(plan, tokens):
+        for step in _loss(plan, tokens, 4 if model.wide_loss else width.activation):
             yield "loss", step
         if outputs_of(plan) == "full":
             whole = run.batch * given * model.vocab * width.activation
@@ -43,7 +47,8 @@ def steps_outside(
     if run.trains and model.sequences > 1:
         yield from _gathered_states(plan, "encoder_last_hidden_state", states)
     words, other = root_parameters(plan, model)
-    for step in parameter_steps(plan, words, other, width, run, root=True):
+    root = parameter_steps(plan, words, other, width, run, root=True, frozen=model.frozen)
+    for step in root:
         yield "gradients", step
     for one in apart_of(plan, model):
         for step in parameter_steps(plan, -(-one.words // t), one.other, width, run, root=False):
@@ -51,20 +56,23 @@ def steps_outside(
             yield "gradients" if one.first and not again else "behind", step
 
 
-def _loss(plan: ResolvedPlan, tokens: int) -> Iterator[CommStep]:
-    """Vocabulary-parallel cross-entropy in fp32 (maximum, sum and target; one gradient), the sum
-    over all tokens, and over data ranks their count."""
+def _loss(plan: ResolvedPlan, tokens: int, element: int) -> Iterator[CommStep]:
+    """Vocabulary-parallel cross-entropy in fp32 (maximum, sum and target; one gradient, of
+    ``element`` bytes as logits are), the sum over all tokens, and over data ranks their count. A
+    sum of narrower numbers is an fp32 one that becomes narrow, and its gradient is summed, too."""
     t, axis, wide = plan.tensor_size, plan.tensor_axis or "tensor", 4
     if t > 1:
         one = 2 * (t - 1) * tokens * wide // t
         yield CommStep("all_reduce", axis, 3 * one, 2, "forward", False)
-        yield CommStep("all_reduce", axis, one, 1, "backward", False)
+        yield CommStep("all_reduce", axis, one * element // wide, 1, "backward", False)
     every = tuple(a for a, n in plan.axes.items() if n > 1 and a != plan.tensor_axis)
     for axes in (every, tuple(a for a in every if a in plan.batch_axes)):
         degree = math.prod(plan.axes[a] for a in axes)
         if degree > 1:
             sent = 2 * (degree - 1) * wide // degree
             yield CommStep("all_reduce", "+".join(axes), sent, 1, "forward", False)
+            if element < wide and axes == every:
+                yield CommStep("all_reduce", "+".join(axes), sent, 1, "backward", False)
 
 
 def _gathered_logits(plan: ResolvedPlan, size: int, whole: int) -> Iterator[CommStep]:

@@ -40,6 +40,7 @@ class Parameters:
     to keys and values) no further than the KV heads; ``experts``, ``norms`` and ``whole``
     (projections into a latent space, which tensor ranks run on tokens of their own) stay whole, and
     of the matrices ``fused``, of which the work alone is divided (``fused_kv`` of them of ``kv``).
+    ``with_root``: other blocks use some of them, too, so that fsdp gathers all with the root's.
     """
 
     matrices: int
@@ -49,6 +50,7 @@ class Parameters:
     whole: int = 0
     fused: int = 0
     fused_kv: int = 0
+    with_root: bool = False
 
     @property
     def total(self) -> int:

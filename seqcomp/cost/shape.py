@@ -115,7 +115,8 @@ class ModelShape:
     ``other`` those that stay whole (last norm, learned positions). ``ends``: what autograd keeps
     per token outside of the blocks, of each logit ``logits_saved`` bytes apart from that. ``apart``
     counts parameters of these again: large ones that only one module has. ``by_tokens``: linears
-    of blocks that Megatron-SP does not cut, which is not counted. ``sequences`` are embedded by
+    of blocks that Megatron-SP does not cut, which is not counted. Of ``other``, ``frozen`` are not
+    trained. ``wide_loss``: logits are made fp32 for the loss. ``sequences`` are embedded by
     the one embedding: of an encoder and its decoder where both are of tokens. ``whole_ends``: what
     autograd keeps outside of the blocks for each sequence whatever its length.
     """
@@ -132,6 +133,8 @@ class ModelShape:
     tied: bool = False
     apart: tuple[Apart, ...] = ()
     by_tokens: tuple[str, ...] = ()
+    frozen: int = 0
+    wide_loss: bool = True
     sequences: int = 1
     whole_ends: Bytes | None = None
 

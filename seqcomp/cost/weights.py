@@ -14,11 +14,18 @@ from seqcomp.strategies.data import Fsdp
 
 
 def parameter_steps(
-    plan: ResolvedPlan, cut: int, alone: int, width: Widths, run: Run, *, root: bool
+    plan: ResolvedPlan,
+    cut: int,
+    alone: int,
+    width: Widths,
+    run: Run,
+    *,
+    root: bool,
+    frozen: int = 0,
 ) -> Iterator[CommStep]:
     """For parameters of one place, as many as a tensor rank holds: ``cut`` ones and whole ones.
 
-    root: kept gathered from forward to backward under fsdp.
+    root: kept gathered from forward to backward under fsdp. frozen: of the whole ones, not trained.
     """
     wide = width.gradient
     shards, replicas = sharding(plan)
@@ -34,11 +41,12 @@ def parameter_steps(
             replica_axis="+".join(replicas),
         )
         held = -(-(cut + alone) // ways) * ways
-        learnt = held * wide if run.trains else 0
+        learnt = (held - frozen // ways * ways) * wide if run.trains else 0
         yield from fsdp.gradient_steps(held * width.gathered, learnt)
         if plan.tensor_size > 1:
-            yield from _summed(plan, (plan.tensor_axis or "",), alone * wide)
+            yield from _summed(plan, (plan.tensor_axis or "",), (alone - frozen) * wide)
         return
+    alone -= frozen
     every = tuple(a for a, n in plan.axes.items() if n > 1)
     rest = tuple(a for a in every if a != plan.tensor_axis)
     if every == rest:

@@ -127,4 +127,4 @@ def _of_parameters(
     alone = p.norms + p.experts + p.whole + p.fused
     alone += p.kv - p.fused_kv if t > block.kv_heads else 0
     cut = p.on_tensor_rank(t, block.kv_heads) + p.experts + p.norms + p.whole - alone
-    return tuple(parameter_steps(plan, cut, alone, width, run, root=False))
+    return tuple(parameter_steps(plan, cut, alone, width, run, root=p.with_root))

@@ -132,6 +132,42 @@ def saved_bytes(
     )
 
 
+@dataclass(frozen=True)
+class CallBytes:
+    """What calls of the block at `path` keep of their first run, and what they would keep if none
+    ran again; of what several share the first has it."""
+
+    path: str
+    kept: int
+    without: int
+    at_least: bool
+
+
+def bytes_by_call(
+    program: Program, values: Values, saved: Saved, resolved: ResolvedPlan
+) -> tuple[tuple[CallBytes, ...], int]:
+    """Of each call that runs again, in their order, and of all that is outside of them."""
+    reruns = list(program.checkpoints.values())
+    inside = {node for rerun in reruns for node in rerun.nodes}
+    count = _Count(values, saved, resolved, _state(program, values))
+    outside = count.saved_by(n for n in program.flat.nodes if n not in inside)
+    count.known |= outside.keys()
+    kept, whole, rows = set[Any](), set[Any](), []
+    for rerun in reruns:
+        own, without = count.kept_of(rerun), count.saved_by(rerun.nodes)
+        rows.append(
+            CallBytes(
+                rerun.path,
+                sum(size for key, size in own.items() if key not in kept),
+                sum(size for key, size in without.items() if key not in whole),
+                any(isinstance(n.target, ops.TokenLocal) for n in rerun.nodes),
+            )
+        )
+        kept |= own.keys()
+        whole |= without.keys()
+    return tuple(rows), sum(outside.values())
+
+
 def _again(rerun: Rerun, count: _Count, values: Values) -> int:
     mlps = [(n, n.target) for n in rerun.nodes if isinstance(n.target, ops.ChunkedMlp)]
     one = max((chunk_bytes(node, op, values) for node, op in mlps), default=0)
