@@ -148,9 +148,13 @@ def _activations(
         block.count * kept_of(plan, model, block, width, run, checkpoint) for block in model.blocks
     )
     how = "" if checkpoint == "none" else f"checkpoint: {checkpoint}"
+    if model.shared is not None:
+        kept += tokens * model.shared.of(checkpoint, width.activation)
+    if model.sequences > 1 and plan.tensor_size > 1 and checkpoint != "none":  # gathered, for all
+        kept += tokens * plan.tensor_size * model.hidden * width.activation
     yield HeldRow("saved activations", round(kept), how, host)
     chunks, e = memory.loss_chunks, width.activation
-    logits = 0.0 if chunks > 1 else model.logits_saved * model.vocab
+    logits = 0.0 if chunks > 1 else model.saved_of_logit(e, plan.tensor_size) * model.vocab
     outside = tokens * (model.ends.of(e) + logits)
     outside += run.batch * model.whole_ends.of(e) if model.whole_ends else 0
     yield HeldRow("saved outside of blocks", round(outside), "embedding, head and loss")
@@ -158,7 +162,7 @@ def _activations(
         size = run.batch * given * model.vocab * e  # without what fills the sequence up
         yield HeldRow("output logits", size, "whole on every rank; outputs: {logits: drop}")
     # The gradient of logits, in fp32 and as logits are; chunks make the logits then, too.
-    each = (4 + e) + (model.logits_saved + e if chunks > 1 else 0)
+    each = (4 + e) + (model.saved_of_logit(e, plan.tensor_size) + e if chunks > 1 else 0)
     loss = tokens * model.vocab * each / chunks
     again = 0.0
     if checkpoint != "none":
@@ -221,6 +225,8 @@ def kept_of(
     kept = tokens * block.saved.of(checkpoint, e)
     if block.whole is not None:  # keys and values of a source, by heads
         kept += run.batch * block.whole.of(checkpoint, e) / plan.tensor_size
+    if block.starts_in_product and plan.tensor_size > 1 and checkpoint != "none":
+        kept += tokens * plan.tensor_size * model.hidden * e
     if checkpoint == "block":
         return kept
     keeps = checkpoint == "selective"

@@ -71,8 +71,10 @@ def _loss(plan: ResolvedPlan, tokens: int, element: int) -> Iterator[CommStep]:
         if degree > 1:
             sent = 2 * (degree - 1) * wide // degree
             yield CommStep("all_reduce", "+".join(axes), sent, 1, "forward", False)
-            if element < wide and axes == every:
-                yield CommStep("all_reduce", "+".join(axes), sent, 1, "backward", False)
+    degree = math.prod(plan.axes[a] for a in every)
+    if element < wide and degree > 1:
+        sent = 2 * (degree - 1) * wide // degree
+        yield CommStep("all_reduce", "+".join(every), sent, 1, "backward", False)
 
 
 def _gathered_logits(plan: ResolvedPlan, size: int, whole: int) -> Iterator[CommStep]:

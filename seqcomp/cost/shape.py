@@ -25,9 +25,10 @@ class Block:
     experts, which tensor ranks run whole on tokens of their own. ``scores``: numbers that autograd
     keeps of each head and pair of positions, where no fused kernel has such attention (softcaps,
     sinks) and neither a ring nor ulysses, which attend in tiles, takes its place. ``ends_in_norm``:
-    its backward needs what its last sum over tensor ranks gave. ``key_norm``: behind the
-    projection to keys. ``source``: tokens of a sequence that the model makes itself (source.py), in
-    place of the run's (0). ``whole``: what autograd keeps for each sequence whatever its length.
+    its backward needs what its last sum over tensor ranks gave. ``starts_in_product``: no norm
+    stands before it, so that tensor ranks gather its input before it is called. ``key_norm``:
+    behind the projection to keys. ``source``: tokens of a sequence that the model makes itself
+    (source.py), in place of the run's (0). ``whole``: what autograd keeps for each sequence whatever its length.
     """
 
     count: int
@@ -48,6 +49,7 @@ class Block:
     latent: Latent | None = None
     ends_in_norm: bool = False
     key_norm: KeyNorm | None = None
+    starts_in_product: bool = False
     cross: Cross | None = None
     source: int = 0
     whole: Saved | None = None
@@ -116,9 +118,10 @@ class ModelShape:
     per token outside of the blocks, of each logit ``logits_saved`` bytes apart from that. ``apart``
     counts parameters of these again: large ones that only one module has. ``by_tokens``: linears
     of blocks that Megatron-SP does not cut, which is not counted. Of ``other``, ``frozen`` are not
-    trained. ``wide_loss``: logits are made fp32 for the loss. ``sequences`` are embedded by
-    the one embedding: of an encoder and its decoder where both are of tokens. ``whole_ends``: what
-    autograd keeps outside of the blocks for each sequence whatever its length.
+    trained. ``wide_loss``: logits are made fp32 for the loss. ``shared``: what blocks keep
+    together, once for all (tables of positions, the result of an encoder). ``sequences`` are
+    embedded by the one embedding: of an encoder and its decoder where both are of tokens.
+    ``whole_ends``: what autograd keeps outside of the blocks for each sequence whatever its length.
     """
 
     name: str
@@ -135,6 +138,7 @@ class ModelShape:
     by_tokens: tuple[str, ...] = ()
     frozen: int = 0
     wide_loss: bool = True
+    shared: Saved | None = None
     sequences: int = 1
     whole_ends: Bytes | None = None
 
@@ -146,6 +150,11 @@ class ModelShape:
             return ""
         own = crosses[0].source
         return f"{own} tokens of its own" if own else "as many tokens as the decoder"
+
+    def saved_of_logit(self, element: int, tensor: int) -> float:
+        """Bytes, where activations have `element` and `tensor` ranks share the vocabulary, which
+        they do in fp32."""
+        return self.logits_saved if self.wide_loss or tensor > 1 else element
 
     @property
     def layers(self) -> int:

@@ -35,59 +35,65 @@ class Kept:
 @dataclass(frozen=True)
 class Memory:
     """Of one kind of blocks each, and outside of them: ``ends`` for a token, ``whole_ends`` for
-    each sequence whatever its length. wide_loss: the logits are fp32 for the loss."""
+    each sequence whatever its length. ``shared``: for a token, once for all blocks. ``wide_loss``:
+    the logits are fp32 for the loss."""
 
     kinds: tuple[Block, ...]
     ends: Bytes
     whole_ends: Bytes | None
+    shared: Saved
     wide_loss: bool
 
 
 def with_memory(
-    module: nn.Module, kinds: Mapping[Block, str], hidden: int, length: int | None
+    module: nn.Module, kinds: Mapping[Block, Sequence[str]], hidden: int, length: int | None
 ) -> Memory:
-    """The kinds with what is kept of one of each, which stands at the path beside it.
+    """The kinds with what is kept of one of each; they stand at the paths beside them.
 
     Counted on a rank of a ring, whose attention keeps no scores however the model writes it, in
-    bf16 and in fp32; of a sequence that the model makes beside the call's at two lengths. A block
-    that runs again whole keeps its input. length: of the sequence, where the model makes it itself.
+    bf16 and in fp32; of a sequence that the model makes beside the call's at two lengths. Of two
+    blocks of a kind, where there are two, the first has what all share. A block that runs again
+    whole keeps its input. length: of the sequence, where the model makes it itself.
     """
     whole = any(kind.source for kind in kinds)
     length = length or _RANKS * _TOKENS
-    with blocks_alone(module, tuple(kinds.values())) as names:
+    with blocks_alone(module, [path for own in kinds.values() for path in own[:2]]) as names:
         short = _by_width(module, length)
         long = _by_width(module, 2 * length) if whole else None
+    tokens = -(-length // _RANKS)
 
-    def of(path: str, what: str) -> tuple[Bytes, Bytes | None]:
+    def of(path: str, what: str) -> tuple[Bytes, Bytes]:
         """A token's, and a sequence's."""
-        tokens = -(-length // _RANKS)
         first = _affine(short, path, what)
         if long is None:
-            return _scaled(first, 1 / tokens), None
-        second = _affine(long, path, what)
-        token = Bytes(
-            (second.fixed - first.fixed) / tokens, (second.elements - first.elements) / tokens
-        )
-        return token, Bytes(
-            first.fixed - tokens * token.fixed, first.elements - tokens * token.elements
-        )
+            return _scaled(first, 1 / tokens), Bytes(0, 0)
+        token = _scaled(_less(_affine(long, path, what), first), 1 / tokens)
+        return token, _less(first, _scaled(token, tokens))
 
-    found = []
-    for kind, path in kinds.items():
-        name = names[path]
-        none, of_source = of(name, "none")
+    found, shared = [], {what: Bytes(0, 0) for what in ("none", "selective")}
+    for kind, paths in kinds.items():
+        name = names[paths[:2][-1]]
+        token, sequence = ({what: of(name, what)[i] for what in shared} for i in (0, 1))
+        if len(paths) > 1:
+            for what, before in shared.items():
+                more = _less(of(names[paths[0]], what)[0], token[what])
+                shared[what] = _less(before, _scaled(more, -1))
         if short[0][name].untraced:
             # Of each expert that a token visits: input and output, gate, activation, up, product.
             routed = kind.active * (2 * hidden + 4 * kind.mlp_width)
-            none = Bytes(none.fixed, none.elements + routed)
-        selective, of_selective = of(name, "selective")
-        inputs = Bytes(0, 0 if kind.source else hidden)
-        own = None
-        if of_source is not None and of_selective is not None:
-            own = Saved(of_source, of_selective, Bytes(0, kind.source * hidden))
-        found.append(replace(kind, saved=Saved(none, selective, inputs), whole=own))
+            token["none"] = Bytes(token["none"].fixed, token["none"].elements + routed)
+        saved = Saved(**token, block=Bytes(0, 0 if kind.source else hidden))
+        own = Saved(**sequence, block=Bytes(0, kind.source * hidden)) if whole else None
+        found.append(replace(kind, saved=saved, whole=own))
     ends, whole_ends = of(_OUTSIDE, "none")
-    return Memory(tuple(found), ends, whole_ends, not short[1][_OUTSIDE].narrow_loss)
+    crosses = any(kind.cross is not None and not kind.cross.source for kind in kinds)
+    return Memory(
+        tuple(found),
+        ends,
+        whole_ends if whole else None,
+        Saved(**shared, block=Bytes(0, hidden if crosses else 0)),
+        not short[1][_OUTSIDE].narrow_loss,
+    )
 
 
 Widths = tuple[Mapping[str, Kept], Mapping[str, Kept]]
@@ -108,6 +114,10 @@ def _affine(widths: Widths, path: str, what: str) -> Bytes:
     """Of both widths what is fixed, and what has the width of activations."""
     wide, narrow = (getattr(kept[path], what) for kept in widths)
     return Bytes(2 * narrow - wide, (wide - narrow) / 2)
+
+
+def _less(first: Bytes, second: Bytes) -> Bytes:
+    return Bytes(first.fixed - second.fixed, first.elements - second.elements)
 
 
 def _scaled(size: Bytes, by: float) -> Bytes:

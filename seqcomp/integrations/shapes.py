@@ -16,6 +16,8 @@ from seqcomp.plan.facts import ModelFacts
 if TYPE_CHECKING:
     from torch import nn
 
+    from seqcomp.integrations.block_memory import Memory
+
 
 _KINDS = ("hf", "titan", "python")
 
@@ -85,11 +87,11 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         kind = replace(
             kind,
             ends_in_norm=cut.ends_in_norm(at[:-1]),
+            starts_in_product=at[:-1] in cut.bare,
             key_norm=normed.get(part.infos[0].where),
         )
         groups.setdefault(kind, []).append(path)
-    members = {kind: own[0] for kind, own in groups.items()}
-    kept = with_memory(module, members, sizes.hidden, facts.length)
+    kept = with_memory(module, groups, sizes.hidden, facts.length)
     blocks = tuple(
         replace(block, count=len(own))
         for block, own in zip(kept.kinds, groups.values(), strict=True)
@@ -103,12 +105,13 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         embedding=sizes.embedding,
         head=sizes.head,
         other=sizes.other,
-        ends=_without_logits(kept.ends, sizes.vocab) if _has_head(module) else kept.ends,
+        ends=_without_logits(kept, sizes.vocab) if _has_head(module) else kept.ends,
         tied=sizes.head == 0 and _has_head(module),
         apart=tuple(_apart(module, paths, sizes)),
         by_tokens=() if any(b.latent for b in blocks) else cut.by_tokens,
         frozen=sizes.frozen,
         wide_loss=kept.wide_loss,
+        shared=kept.shared,
         sequences=2 if shared else 1,
         whole_ends=kept.whole_ends,
     )
@@ -136,9 +139,11 @@ def _has_head(module: nn.Module) -> bool:
     return not callable(head) or head() is not None
 
 
-def _without_logits(ends: Bytes, vocab: int) -> Bytes:
+def _without_logits(kept: Memory, vocab: int) -> Bytes:
     """Logits and what the loss keeps of them are counted apart."""
-    own = _LOGITS * vocab
+    ends, own = kept.ends, _LOGITS * vocab
+    if not kept.wide_loss:
+        return Bytes(ends.fixed, max(ends.elements - vocab, 0))
     return Bytes(ends.fixed - own, ends.elements) if ends.fixed >= own else ends
 
 
