@@ -138,7 +138,7 @@ def estimate(
     flops = flops_of(plan, model, run)
     most = peak_of(cluster.device, dtype_of(plan, run)[0]) * plan.world_size
     hours = step * plan.world_size / 3600
-    findings = [*_of_plan(plan, run), *left_out(plan, model)]
+    findings = [*_of_plan(plan, run), *left_out(plan, model), *assumed(plan, model)]
     if advise:
         findings += [*uneven(plan, model, run), *dense_masks(plan, model, run)]
     if peak > cluster.device.memory and advise:
@@ -229,6 +229,21 @@ def left_out(plan: ResolvedPlan, model: ModelShape) -> Iterator[Diagnostic]:
     ):
         if left:
             yield diagnostic("SC417", where=plan.plan.where(), message=f"not counted: {why}")
+
+
+def assumed(plan: ResolvedPlan, model: ModelShape) -> Iterator[Diagnostic]:
+    """SC427: how long the sequence of an encoder beside a decoder is taken to be."""
+    if not model.source:
+        return
+    whole = any(b.source for b in model.blocks)
+    idle = [a for a in (plan.ring_axis, plan.ulysses_axis) if plan.size(a) > 1]
+    yield diagnostic(
+        "SC427",
+        where=model.name,
+        message=f"the encoder has {model.source}"
+        + (f"; every rank along {'+'.join(idle)} has all of them" if whole and idle else ""),
+        help="--seq-len is the length of the decoder's sequence",
+    )
 
 
 def _too_many(plan: ResolvedPlan, cluster: Cluster) -> Diagnostic:

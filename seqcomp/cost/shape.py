@@ -28,7 +28,8 @@ class Block:
     its backward needs what its last sum over tensor ranks gave. ``starts_in_product``: no norm
     stands before it, so that tensor ranks gather its input before it is called. ``key_norm``:
     behind the projection to keys. ``source``: tokens of a sequence that the model makes itself
-    (source.py), in place of the run's (0). ``whole``: what autograd keeps for each sequence whatever its length.
+    (source.py), in place of the run's (0). ``whole``: what autograd keeps for each sequence
+    whatever its length.
     """
 
     count: int
