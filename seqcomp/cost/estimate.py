@@ -236,7 +236,7 @@ def assumed(plan: ResolvedPlan, model: ModelShape) -> Iterator[Diagnostic]:
     if not model.source:
         return
     whole = any(b.source for b in model.blocks)
-    idle = [a for a in (plan.ring_axis, plan.ulysses_axis) if plan.size(a) > 1]
+    idle = [a for a in (plan.ring_axis, plan.ulysses_axis) if a and plan.size(a) > 1]
     yield diagnostic(
         "SC427",
         where=model.name,

@@ -41,7 +41,7 @@ def exchanges_of(plan: ResolvedPlan, block: Block, shape: AttentionShape) -> Exc
     steps = strategy.comm_steps(shape.on_sequence_rank(degree))
     if not steps:
         return Exchanges()
-    parts = block.attentions + (not block.token_local)
+    parts = (0 if block.by_tokens else block.attentions) + (not block.token_local)
     if block.source:
         whole = _of_one(steps[0])
         summed = replace(whole, kind="all_reduce", bytes_sent=2 * whole.bytes_sent)
@@ -72,10 +72,32 @@ def run_again(
     """
     again = list(first.into)
     if not keeps:
-        again += first.sums if block.ends_in_norm else first.sums[: block.attentions]
+        inner = len(first.sums) - (not block.token_local)
+        again += first.sums if block.ends_in_norm else first.sums[:inner]
         again += [step for step in attention if step.phase == "forward"]
     beside = replace(first, again=()) if first.into else first
     return beside.all, tuple(replace(step, phase="backward") for step in again)
+
+
+def turned(plan: ResolvedPlan, block: Block, shape: AttentionShape) -> tuple[CommStep, ...]:
+    """Of attention whose linears run by tokens: queries, keys and values go to the ranks of their
+    heads (keys and values to all where there are fewer heads than ranks), and its output back."""
+    t, axis = plan.tensor_size, plan.tensor_axis or "tensor"
+    if not block.by_tokens or t == 1:
+        return ()
+    tokens = shape.batch * shape.length // (t * plan.ring_size * plan.ulysses_size)
+    one = (t - 1) * tokens * shape.element_bytes
+    keys = shape.kv_heads * shape.kv_head
+    spread = t > shape.kv_heads
+    moved = one * (shape.width + (0 if spread else keys)) // t
+    turns = CommStep("all_to_all", axis, moved, 1 if spread else 3, "forward", False)
+    back = CommStep("all_gather", axis, one * shape.value_width, 1, "forward", False)
+    steps = [turns, replace(turns, phase="backward"), back]
+    steps.append(replace(back, kind="reduce_scatter", phase="backward"))
+    if spread:
+        whole = CommStep("all_gather", axis, one * keys, 2, "forward", False)
+        steps += [whole, replace(whole, kind="reduce_scatter", phase="backward")]
+    return tuple(steps)
 
 
 def of_keys(plan: ResolvedPlan, block: Block, shape: AttentionShape) -> Iterator[CommStep]:

@@ -56,7 +56,7 @@ class Layer:
     def backward(self, into: Timeline) -> None:
         """Gradients, last piece first: twice the products, 2.5 x the attention."""
         gathers, scatters = self._tensor(self.steps.tensor, "backward")
-        parts = 1 + self.block.attentions
+        parts = 1 + (0 if self.block.by_tokens else self.block.attentions)
         each = len(gathers) // parts  # gradients, and inputs unless a second run has gathered them
         send = self.group.send
         send(into, "gradients", gathers[:each])
@@ -68,9 +68,10 @@ class Layer:
             self.second._attention_backward(into)
             send(into, "gradients", scatters[1:2])
             into.compute("norm backward", 2 * self.norm)
-        send(into, "gradients", gathers[each * (parts - 1) :])
+        rest = max(parts - 1, 1)  # parts behind that of the first attention
+        send(into, "gradients", gathers[each * rest :])
         self._attention_backward(into)
-        send(into, "gradients", scatters[parts - 1 :])
+        send(into, "gradients", scatters[rest:])
         into.compute("norm backward", 2 * self.norm)
 
     def _attention_backward(self, into: Timeline) -> None:
@@ -92,18 +93,19 @@ class Layer:
     ) -> None:
         gathers, scatters = self._tensor(tensor, phase)
         parts = [self] if self.second is None else [self, self.second]
+        cut = 0 if self.block.by_tokens else len(parts)
         for index, part in enumerate(parts):
             into.compute("norm", self.norm)
-            self.group.send(into, "the sequence", gathers[index : index + 1])
+            self.group.send(into, "the sequence", gathers[index : index + 1][:cut])
             into.compute("q, k, v", part.qkv)
             if attends:
                 part.attention(into, "forward", again=phase == "backward")
             into.compute("output", part.out)
-            self.group.send(into, "sums", scatters[index : index + 1])
+            self.group.send(into, "sums", scatters[index : index + 1][:cut])
         into.compute("norm", self.norm)
-        self.group.send(into, "the sequence", gathers[len(parts) :])
+        self.group.send(into, "the sequence", gathers[cut:])
         into.compute("MLP", self.mlp)
-        self.group.send(into, "sums", scatters[len(parts) :])
+        self.group.send(into, "sums", scatters[cut:])
 
     @cached_property
     def second(self) -> Layer | None:

@@ -26,7 +26,8 @@ class Block:
     keeps of each head and pair of positions, where no fused kernel has such attention (softcaps,
     sinks) and neither a ring nor ulysses, which attend in tiles, takes its place. ``ends_in_norm``:
     its backward needs what its last sum over tensor ranks gave. ``starts_in_product``: no norm
-    stands before it, so that tensor ranks gather its input before it is called. ``key_norm``:
+    stands before it, so that tensor ranks gather its input before it is called. ``by_tokens``:
+    Megatron-SP leaves attention's linears whole, which run on a rank's own tokens. ``key_norm``:
     behind the projection to keys. ``source``: tokens of a sequence that the model makes itself
     (source.py), in place of the run's (0). ``whole``: what autograd keeps for each sequence
     whatever its length.
@@ -51,6 +52,7 @@ class Block:
     ends_in_norm: bool = False
     key_norm: KeyNorm | None = None
     starts_in_product: bool = False
+    by_tokens: bool = False
     cross: Cross | None = None
     source: int = 0
     whole: Saved | None = None

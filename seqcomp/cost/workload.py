@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from seqcomp.cost.exchanges import exchanges_of, of_keys, run_again
+from seqcomp.cost.exchanges import exchanges_of, of_keys, run_again, turned
 from seqcomp.cost.outside import steps_outside
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block, ModelShape
@@ -88,13 +88,15 @@ def _block(plan: ResolvedPlan, model: ModelShape, block: Block, run: Run) -> Blo
     cross: tuple[CommStep, ...] = ()
     if block.cross is not None and not block.cross.source:
         cross = _attention(plan, model, block, run, layout, Full())
-    keys = tuple(of_keys(over, block, shape))
+    keys = (*of_keys(over, block, shape), *turned(over, block, shape))
     checkpoint = plan.plan.memory.checkpoint
     tensor, again = first.all, tuple[CommStep, ...]()
     if run.trains and checkpoint != "none":
         keeps = checkpoint == "selective"
         tensor, again = run_again(first, block, (*attention, *cross), keeps=keeps)
-        again += tuple(replace(s, phase="backward") for s in keys if s.phase == "forward")
+        gone = "all_to_all" if keeps else ""  # what exchanges gave is kept
+        sent = (s for s in keys if s.phase == "forward" and s.kind != gone)
+        again += tuple(replace(s, phase="backward") for s in sent)
     parameters = _of_parameters(plan, block, width, run)
     return BlockSteps(tensor, (*attention, *keys), cross, again, parameters)
 

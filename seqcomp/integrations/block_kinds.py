@@ -119,7 +119,8 @@ def _mask(info: AttentionInfo) -> tuple[MaskKind, int]:
         return "window", info.mask.high + 1
     if info.causal:
         return "causal", 0
-    return ("full" if info.mask == Full() else "data"), 0
+    known = isinstance(info.mask, Band | Full)
+    return ("full" if known else "data"), 0
 
 
 def _setting(config: Any, names: tuple[str, ...]) -> int:

@@ -16,6 +16,7 @@ from seqcomp.plan.facts import ModelFacts
 if TYPE_CHECKING:
     from torch import nn
 
+    from seqcomp.capture.recognise import AttentionInfo
     from seqcomp.integrations.block_memory import Memory
 
 
@@ -76,6 +77,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         cut = cut_weights(capture, infos, paths)
     if parts is None:
         raise PlanError(_refused(name, len(paths), len(lists), len(infos)))
+    alone = set(cut.by_tokens)
     groups: dict[Block, list[str]] = {}
     config = getattr(module, "config", None)
     sizes = _Sizes.of(module, paths, facts)
@@ -84,11 +86,15 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         own = {name.removeprefix(at) for name in cut.whole if name.startswith(at)}
         block = module.get_submodule(path)
         kind = kind_of(block, part.infos, sizes.hidden, config, own, part.sources)
+        linears = _linears(module, part.infos)
+        by_tokens = kind.latent is None and bool(linears) and linears <= set(cut.by_tokens)
+        alone -= linears if by_tokens or kind.latent else set()
         kind = replace(
             kind,
+            by_tokens=by_tokens,
             ends_in_norm=cut.ends_in_norm(at[:-1]),
             starts_in_product=at[:-1] in cut.bare,
-            key_norm=normed.get(part.infos[0].where),
+            key_norm=None if by_tokens else normed.get(part.infos[0].where),
         )
         groups.setdefault(kind, []).append(path)
     kept = with_memory(module, groups, sizes.hidden, facts.length)
@@ -108,13 +114,25 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         ends=_without_logits(kept, sizes.vocab) if _has_head(module) else kept.ends,
         tied=sizes.head == 0 and _has_head(module),
         apart=tuple(_apart(module, paths, sizes)),
-        by_tokens=() if any(b.latent for b in blocks) else cut.by_tokens,
+        by_tokens=() if any(b.latent for b in blocks) else tuple(sorted(alone)),
         frozen=sizes.frozen,
         wide_loss=kept.wide_loss,
         shared=kept.shared,
         sequences=2 if shared else 1,
         whole_ends=kept.whole_ends,
     )
+
+
+def _linears(module: nn.Module, infos: Sequence[AttentionInfo]) -> set[str]:
+    """Paths of all linears of these attentions."""
+    from torch import nn
+
+    return {
+        f"{info.where}.{name}"
+        for info in infos
+        for name, part in module.get_submodule(info.where).named_modules()
+        if name and isinstance(part, nn.Linear)
+    }
 
 
 def _refused(name: str, blocks: int, lists: int, attentions: int) -> Diagnostic:
