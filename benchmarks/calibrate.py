@@ -3,8 +3,8 @@
     python benchmarks/calibrate.py [--machine a100] [--fit]
 
 Without --fit: every row with what the cluster file's constants predict, and how many constants rows
-have decided. With it: the constants that least squares finds, to be written into the files under
-seqcomp/hardware. One set a machine.
+have decided; of H100, which has two, what each says of the other. With it: the constants that least
+squares finds, to be written into the files under seqcomp/hardware. One set a machine.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from published import constants
+from published.left_out import left_out
 from published.machines import Machine, machines
 from published.rows import typical
 from rich.console import Console
@@ -50,6 +51,19 @@ def summary(clusters: Sequence[tuple[Machine, Cluster]]) -> Table:
     return shown
 
 
+def one_by_one(machine: Machine, cluster: Cluster) -> Table:
+    """What one row decides, and how near the other is then."""
+    title = f"{machine.name}: one row decides a constant, the other is predicted"
+    shown = Table("constant", "value", "decided by", "predicted", "error", title=title)
+    errors = []
+    for item in left_out(cluster):
+        errors.append(abs(item.error))
+        value, error = f"{item.value:.3g}", f"{100 * item.error:+.1f} %"
+        shown.add_row(item.constant, value, item.by, item.row, error)
+    shown.caption = f"median {100 * typical(errors):.1f} %, worst {100 * max(errors):.1f} %"
+    return shown
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", help="one of them alone")
@@ -67,6 +81,8 @@ def main() -> None:
             for name, value in found.items():
                 console.print(f"{machine.name}: {name} = {value:.4g}", highlight=False)
         console.print(table(machine, cluster), highlight=False)
+        if not machine.owed:
+            console.print(one_by_one(machine, cluster), highlight=False)
         shown.append((machine, cluster))
     console.print(summary(shown), highlight=False)
 

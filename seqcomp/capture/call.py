@@ -16,11 +16,12 @@ from seqcomp.diagnostics import PlanError, diagnostic
 BATCH = "batch"
 SEQ = "seq"
 
-_PRIMARY = ("input_ids", "inputs_embeds", "ids", "tokens", "hidden_states", "x", "src")
+_SEQUENCES = ("input_ids", "inputs_embeds", "ids", "tokens", "hidden_states", "x", "src")
+_PRIMARY = (*_SEQUENCES, "decoder_input_ids")
 # Two-dim inputs of these names are [batch, sequence] whatever their sizes say.
 _PER_TOKEN = frozenset(
     {"labels", "targets", "position_ids", "positions", "attention_mask", "loss_mask",
-     "token_type_ids", *_PRIMARY}
+     "token_type_ids", *_SEQUENCES}
 )  # fmt: skip
 _IMAGES = frozenset({"pixel_values", "pixel_values_videos", "image", "images", "video", "videos"})
 _STATEFUL = ("past_key_values", "past_key_value", "cache_params", "kv_cache")
@@ -192,6 +193,8 @@ def primary_input(tensors: Mapping[str, torch.Tensor]) -> str | None:
 
 def is_image(name: str, tensor: torch.Tensor, primary: str | None) -> bool:
     """Floating [batch, channels, ..., height, width]: by its name, or as the first input."""
+    if name == "input_features" and name != primary:  # spectra, of which an encoder makes tokens
+        return tensor.is_floating_point()
     own = name in _IMAGES or name == primary
     return own and tensor.is_floating_point() and tensor.ndim >= 4
 

@@ -20,7 +20,8 @@ def example_call(
     """A call of a model of token ids, of images or of embedded tokens, with no particular values.
 
     Token ids are [batch, length]; the images of a config with `image_size` [batch, channels,
-    height, width], whatever `length` is, for its model makes the tokens; embedded tokens [batch,
+    height, width], whatever `length` is, for its model makes the tokens; spectra beside the tokens
+    of a decoder [batch, bins, frames], as many as the encoder takes; embedded tokens [batch,
     length, hidden]. labels: with those of every token, where the model takes them and has logits
     for every token.
 
@@ -28,6 +29,7 @@ def example_call(
     """
     parameters = signature_of(module.forward).parameters
     name = next((n for n in _TOKENS if n in parameters), None)
+    made: dict[str, Any] = {}
     if name is None:
         made = _media(module, parameters, length, batch)
         name = next(iter(made), None)
@@ -51,15 +53,15 @@ def example_call(
                 )
             ]
         )
-    if name not in _TOKENS:
-        return made
     # A decoder beside an encoder has tokens of its own, though its signature gives them a default.
-    names = [name, *(n for n in ("decoder_input_ids",) if n in parameters)]
+    names = [n for n in (name, "decoder_input_ids") if n in parameters and n not in made]
+    if not names:
+        return made
     head = getattr(module, "get_output_embeddings", None)
     if labels and "labels" in parameters and (head is None or head() is not None):
         names.append("labels")
     device = _weight(module).device
-    return {n: torch.empty((batch, length), dtype=torch.long, device=device) for n in names}
+    return made | {n: torch.empty((batch, length), dtype=torch.long, device=device) for n in names}
 
 
 def _media(
@@ -70,6 +72,10 @@ def _media(
 ) -> dict[str, Any]:
     """Floating inputs of models of transformers, in the dtype of the weights; {} for others."""
     config, weight = getattr(module, "config", None), _weight(module)
+    frames, mels = (getattr(config, n, None) for n in ("max_source_positions", "num_mel_bins"))
+    if "input_features" in parameters and "decoder_input_ids" in parameters and frames and mels:
+        # Two strides of the encoder's convolutions make one token of two frames.
+        return {"input_features": weight.new_empty((batch, mels, 2 * frames))}
     size = getattr(config, "image_size", None)
     channels = getattr(config, "num_channels", None)
     hidden = getattr(config, "hidden_size", None)

@@ -23,13 +23,15 @@ def facts_of(
     capture: Capture, attentions: tuple[AttentionInfo, ...], module: torch.nn.Module
 ) -> ModelFacts:
     """Facts of a captured call."""
-    hidden, vocab = 0, None
-    for node in capture.graph.nodes:
-        if node.op == "call_function" and op_name(node) == "aten.embedding":
-            size = int(node.args[0].meta["val"].shape[0])
-            vocab = vocab or size
-            hidden = hidden or int(node.args[0].meta["val"].shape[1])
     config = getattr(module, "config", None)
+    tables = [
+        tuple(node.args[0].meta["val"].shape)
+        for node in capture.graph.nodes
+        if node.op == "call_function" and op_name(node) == "aten.embedding"
+    ]
+    # One of positions may come first, as that of an encoder of speech does.
+    words = [table for table in tables if table[0] == getattr(config, "vocab_size", None)]
+    vocab, hidden = next(iter((*words, *tables)), (None, 0))
     length, made_in = (inner_sequence(capture) if capture.length is None else None) or (None, "")
     return ModelFacts(
         attentions=tuple(

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from seqcomp.cost.changes import Setting, as_yaml
 from seqcomp.cost.memory import memory_rows, peak_bytes
+from seqcomp.cost.outside import outputs_of
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
-from seqcomp.cost.workload import outputs_of
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.frozenmap import FrozenMap

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from seqcomp.cost.layer import Group, Layer
+from seqcomp.cost.group import Group
+from seqcomp.cost.layer import Layer, layer_of
 from seqcomp.cost.rounds import Rounds
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Timeline
-from seqcomp.cost.workload import layout_of, workload_of
+from seqcomp.cost.workload import workload_of
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.resolve import ResolvedPlan
 
@@ -52,11 +53,5 @@ def block_timelines(
 
 
 def _layer(plan: ResolvedPlan, model: ModelShape, cluster: Cluster, run: Run) -> Layer:
-    return Layer(
-        group=Group(plan, cluster),
-        block=model.blocks[0],
-        steps=workload_of(plan, model, run).blocks[0],
-        run=run,
-        layout=layout_of(plan, model, run),
-        hidden=model.hidden,
-    )
+    steps = workload_of(plan, model, run).blocks[0]
+    return layer_of(Group(plan, cluster), model, model.blocks[0], steps, run)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from seqcomp.cost.rounds import rounds_of
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block, ModelShape
-from seqcomp.cost.workload import attention_of, layout_of, padded
+from seqcomp.cost.widths import layout_of, padded
+from seqcomp.cost.workload import attention_of
 from seqcomp.diagnostics import Diagnostic, diagnostic
 from seqcomp.layout.intervals import balance_of, work
 from seqcomp.layout.sequence import Layout, SequenceLayout
@@ -37,9 +38,10 @@ class Busiest:
 
 def busiest_of(plan: ResolvedPlan, model: ModelShape, run: Run) -> Busiest:
     """See `Busiest`; ``run`` as ranks see it, padded."""
-    if plan.ring_size == 1 or not model.blocks:
+    block = next((b for b in model.blocks if not b.source), None)
+    if plan.ring_size == 1 or block is None:
         return Busiest()
-    mask, layout = run.mask(model.blocks[0].rule), layout_of(plan, model, run)
+    mask, layout = run.mask(block.rule), layout_of(plan, model, run)
     travel = travel_of(mask, layout, run.seq_len)
     sends = travel.busiest if travel is not None and travel.steps else None
     return Busiest(rounds_of(mask, layout, run.seq_len).rank, sends)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from seqcomp.cost.shape import Apart, Block, Bytes, MaskKind, ModelShape, Parameters, Saved
+from seqcomp.cost.parts import Bytes, Parameters, Saved
+from seqcomp.cost.shape import Apart, Block, MaskKind, ModelShape
 
 LARGE = 2**20  # elements of an embedding or a head (lowering/fsdp_units.py)
 
@@ -51,7 +52,7 @@ def decoder_shape(
         active=active,
         token_local=experts > 0,
     )
-    embedding = vocab * hidden
+    embedding, turned = vocab * hidden, Bytes(0, 2 * head_dim if gated else 0)
     return ModelShape(
         name=name,
         hidden=hidden,
@@ -62,7 +63,7 @@ def decoder_shape(
         other=hidden * (1 if gated else 2),
         # The last norm, tokens.
         ends=Bytes(4 * hidden + 20, 2 * hidden),
-        tables=Bytes(0, 2 * head_dim if gated else 0),
+        shared=Saved(turned, turned, turned),
         tied=tied,
         apart=() if tied or embedding < LARGE else (Apart(embedding, first=True), Apart(embedding)),
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from seqcomp.cost.group import Group
 from seqcomp.cost.kernels import dense_seconds, stream_seconds
-from seqcomp.cost.layer import Group
 from seqcomp.cost.memory import block_parameters
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Timeline
-from seqcomp.cost.workload import Workload, dtype_of, sharding, widths_of
+from seqcomp.cost.weights import sharding
+from seqcomp.cost.widths import dtype_of, widths_of
+from seqcomp.cost.workload import Workload
 from seqcomp.strategies.base import CommStep, Phase
 
 
@@ -36,6 +38,7 @@ class End:
             timeline, "parameters", [*self._steps("gradients", "forward"), *self._first("forward")]
         )
         send(timeline, "the embedding", self._steps("embedding", "forward"))
+        send(timeline, "the source", self._steps("source", "forward"))
         send(timeline, "the sequence", self._steps("head", "forward"))
         timeline.compute("head and loss", self._head())
         send(timeline, "the loss", self._steps("loss", "forward"))
@@ -48,6 +51,7 @@ class End:
         send(timeline, "the loss", self._steps("loss", "backward"))
         send(timeline, "gradients", self._steps("head", "backward"))
         timeline.compute("head and loss backward", 2 * self._head())
+        send(timeline, "gradients", self._steps("source", "backward"))
         send(timeline, "the embedding", self._steps("embedding", "backward"))
         rest = [*self._steps("gradients", "backward"), *self._first("backward")]
         send(timeline, "gradients of parameters", rest)

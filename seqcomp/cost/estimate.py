@@ -12,22 +12,17 @@ from seqcomp.cost.advice import does_not_fit
 from seqcomp.cost.balance import BY_CAUSAL_MASKS, Busiest, busiest_of, uneven
 from seqcomp.cost.ends import End
 from seqcomp.cost.flops import CONVENTIONS, flops_of, tokens_of
+from seqcomp.cost.group import Group
 from seqcomp.cost.kernels import peak_of
-from seqcomp.cost.layer import Group, Layer
+from seqcomp.cost.layer import layer_of
 from seqcomp.cost.memory import HeldRow, memory_rows, peak_bytes
+from seqcomp.cost.outside import wanted_outputs
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
 from seqcomp.cost.timeline import Event, Timeline
 from seqcomp.cost.unfused import dense_masks
-from seqcomp.cost.workload import (
-    BlockSteps,
-    Workload,
-    dtype_of,
-    layout_of,
-    padded,
-    wanted_outputs,
-    workload_of,
-)
+from seqcomp.cost.widths import dtype_of, padded
+from seqcomp.cost.workload import BlockSteps, Workload, workload_of
 from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.plan.resolve import ResolvedPlan
@@ -143,7 +138,7 @@ def estimate(
     flops = flops_of(plan, model, run)
     most = peak_of(cluster.device, dtype_of(plan, run)[0]) * plan.world_size
     hours = step * plan.world_size / 3600
-    findings = [*_of_plan(plan, run), *left_out(plan, model)]
+    findings = [*_of_plan(plan, run), *left_out(plan, model), *assumed(plan, model)]
     if advise:
         findings += [*uneven(plan, model, run), *dense_masks(plan, model, run)]
     if peak > cluster.device.memory and advise:
@@ -177,10 +172,9 @@ def _passes(
     """How often each timeline runs in a step: of each group forward and backward, and the ends."""
     group = Group(plan, cluster)
     contention = cluster.device.kernels.contention
-    layout = layout_of(plan, model, run)
     checkpoint = plan.plan.memory.checkpoint
     for block, steps in zip(model.blocks, work.blocks, strict=True):
-        layer = Layer(group, block, steps, run, layout, model.hidden)
+        layer = layer_of(group, model, block, steps, run)
         forward = Timeline(contention)
         layer.forward(forward)
         _behind(group, forward, steps, "forward")
@@ -235,6 +229,21 @@ def left_out(plan: ResolvedPlan, model: ModelShape) -> Iterator[Diagnostic]:
     ):
         if left:
             yield diagnostic("SC417", where=plan.plan.where(), message=f"not counted: {why}")
+
+
+def assumed(plan: ResolvedPlan, model: ModelShape) -> Iterator[Diagnostic]:
+    """SC427: how long the sequence of an encoder beside a decoder is taken to be."""
+    if not model.source:
+        return
+    whole = any(b.source for b in model.blocks)
+    idle = [a for a in (plan.ring_axis, plan.ulysses_axis) if a and plan.size(a) > 1]
+    yield diagnostic(
+        "SC427",
+        where=model.name,
+        message=f"the encoder has {model.source}"
+        + (f"; every rank along {'+'.join(idle)} has all of them" if whole and idle else ""),
+        help="--seq-len is the length of the decoder's sequence",
+    )
 
 
 def _too_many(plan: ResolvedPlan, cluster: Cluster) -> Diagnostic:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from seqcomp.cost.run import Run
-from seqcomp.cost.shape import ModelShape
+from seqcomp.cost.shape import Block, ModelShape
+from seqcomp.cost.source import source_tokens
 from seqcomp.layout.intervals import whole_area
 from seqcomp.plan.resolve import ResolvedPlan
 
@@ -24,15 +25,18 @@ def tokens_of(plan: ResolvedPlan, run: Run) -> int:
 def flops_of(plan: ResolvedPlan, model: ModelShape, run: Run) -> dict[str, float]:
     """By convention, of all ranks together; a prefill is a forward with one row of logits."""
     tokens, sequences = tokens_of(plan, run), tokens_of(plan, run) // run.seq_len
-    blocks = 2 * tokens * sum(b.count * b.active_parameters for b in model.blocks)
+    blocks = sum(b.count * _products(b, run.seq_len) for b in model.blocks) * sequences
     head_tokens = tokens if run.trains else sequences
     dense = blocks + 2 * head_tokens * model.hidden * model.vocab
     full = seen = 0.0
     for block in model.blocks:
-        shape = block.attention(sequences, run.seq_len, 1, model.hidden)
+        length = block.source or run.seq_len
+        shape = block.attention(sequences, length, 1, model.hidden)
         each = 2 * sequences * (shape.width + shape.value_width) * block.count
-        full += each * run.seq_len**2
-        seen += each * whole_area(run.mask(block.rule), run.seq_len)
+        keys = length * source_tokens(block, run) if block.cross else 0
+        full += each * (length**2 + keys)
+        rule = block.rule if block.source else run.mask(block.rule)
+        seen += each * (whole_area(rule, length) + keys)
     if not run.trains:
         return {"full": dense + full, "causal": dense + seen, "hw": dense + seen}
     again = {"none": 0.0, "selective": blocks, "block": blocks + seen}
@@ -41,3 +45,11 @@ def flops_of(plan: ResolvedPlan, model: ModelShape, run: Run) -> dict[str, float
         "causal": 3 * (dense + seen),
         "hw": 3 * dense + 3.5 * seen + again[plan.plan.memory.checkpoint],
     }
+
+
+def _products(block: Block, length: int) -> float:
+    """FLOPs of one block's matrices for one sequence, forward."""
+    if block.cross is None or not block.cross.source:
+        return 2 * (block.source or length) * block.active_parameters
+    own = block.active_parameters - block.cross.kv
+    return 2 * (length * own + block.cross.source * block.cross.kv)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from seqcomp.cost.collectives import collective_seconds
+from seqcomp.cost.group import Group
 from seqcomp.cost.kernels import attention_seconds, dense_seconds, stream_seconds
 from seqcomp.cost.rounds import Rounds, Tiles, keeps_back, rounds_of
 from seqcomp.cost.run import Run
-from seqcomp.cost.shape import Block
+from seqcomp.cost.shape import Block, ModelShape
+from seqcomp.cost.source import seen_by, undivided
 from seqcomp.cost.timeline import Timeline
 from seqcomp.cost.unfused import Written, computed, takes_dense_mask, written
-from seqcomp.cost.workload import BlockSteps, dtype_of
-from seqcomp.hardware.cluster import Cluster, Device, Span
+from seqcomp.cost.widths import dtype_of, layout_of
+from seqcomp.cost.workload import BlockSteps
+from seqcomp.hardware.cluster import Device
 from seqcomp.layout.sequence import SequenceLayout
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.strategies.base import AttentionShape, CommStep, Phase
@@ -24,46 +26,12 @@ BACKWARD = 2.5
 
 
 @dataclass(frozen=True)
-class Group:
-    """How collectives of a plan's axes run on a cluster."""
-
-    plan: ResolvedPlan
-    cluster: Cluster
-    _spans: dict[str, Span] = field(default_factory=dict, compare=False, repr=False)
-
-    def span(self, axis: str) -> Span:
-        """Of an axis, or of several joined with "+"."""
-        if axis not in self._spans:
-            self._spans[axis] = self.cluster.span(self.plan.axes, axis.split("+"))
-        return self._spans[axis]
-
-    def seconds(self, step: CommStep) -> float:
-        """Of all collectives of a step."""
-        span = self.span(step.axis)
-        return collective_seconds(self.cluster, span, step.kind, step.bytes_sent, step.count)
-
-    def link(self, axis: str) -> str:
-        """Name of the slowest link along an axis."""
-        return self.cluster.link_for(self.span(axis)).name
-
-    def send(self, into: Timeline, what: str, steps: list[CommStep]) -> None:
-        """One after the other, waited for."""
-        for step in steps:
-            name = f"{step.kind} of {what}"
-            into.exchange(name, step.axis, self.link(step.axis), self.seconds(step))
-
-    def behind(self, into: Timeline, what: str, steps: list[CommStep]) -> None:
-        """In the background of all that is in the timeline."""
-        for step in steps:
-            name = f"{step.kind} of {what}"
-            into.behind(name, step.axis, self.link(step.axis), self.seconds(step))
-
-
-@dataclass(frozen=True)
 class Layer:
     """One block of a model on one rank: its pieces, and in which order they run.
 
-    hidden: width between blocks. rounds: of attention, where it is not what the run says.
+    hidden: width between blocks. rounds: of attention, where it is not what the run says. Run,
+    layout and ``over``, the plan, are those that the block sees (source.py); None: the group's.
+    ``source``: tokens that keys and values are made of, where they are not the run's.
     """
 
     group: Group
@@ -73,61 +41,91 @@ class Layer:
     layout: SequenceLayout
     hidden: int
     rounds: Rounds | None = None
+    over: ResolvedPlan | None = None
+    source: int = 0
 
     def forward(self, into: Timeline) -> None:
         """The pieces in their order."""
-        self._forward(into, self.steps.tensor, self.steps.attention, "forward")
+        self._forward(into, self.steps.tensor, "forward")
 
     def again(self, into: Timeline, *, keeps: bool) -> None:
         """The forward that checkpoints run a second time in backward; keeps: without attention."""
         tensor = tuple(s for s in self.steps.again if s.axis == self._plan.tensor_axis)
-        attention = tuple(s for s in self.steps.again if s.axis != self._plan.tensor_axis)
-        self._forward(into, tensor, attention, "backward", attends=not keeps)
+        self._forward(into, tensor, "backward", attends=not keeps)
 
     def backward(self, into: Timeline) -> None:
         """Gradients, last piece first: twice the products, 2.5 x the attention."""
         gathers, scatters = self._tensor(self.steps.tensor, "backward")
-        each = len(gathers) // 2  # the gradient, and the input unless a second run has gathered it
+        parts = 1 + (0 if self.block.by_tokens else self.block.attentions)
+        each = len(gathers) // parts  # gradients, and inputs unless a second run has gathered them
         send = self.group.send
         send(into, "gradients", gathers[:each])
         into.compute("MLP backward", 2 * self.mlp)
         send(into, "gradients", scatters[:1])
         into.compute("norm backward", 2 * self.norm)
-        send(into, "gradients", gathers[each:])
+        if self.second is not None:
+            send(into, "gradients", gathers[each : 2 * each])
+            self.second._attention_backward(into)
+            send(into, "gradients", scatters[1:2])
+            into.compute("norm backward", 2 * self.norm)
+        rest = max(parts - 1, 1)  # parts behind that of the first attention
+        send(into, "gradients", gathers[each * rest :])
+        self._attention_backward(into)
+        send(into, "gradients", scatters[rest:])
+        into.compute("norm backward", 2 * self.norm)
+
+    def _attention_backward(self, into: Timeline) -> None:
         into.compute("output backward", 2 * self.out)
         self.attention(into, "backward")
         into.compute("q, k, v backward", 2 * self.qkv)
-        send(into, "gradients", scatters[1:])
-        into.compute("norm backward", 2 * self.norm)
 
-    def attention(self, into: Timeline, phase: Phase) -> None:
-        """Attention alone, its exchanges included, from q, k and v to its output or back."""
-        exchanges, ring = self._attention(self.steps.attention, phase)
+    def attention(self, into: Timeline, phase: Phase, *, again: bool = False) -> None:
+        """Attention alone, its exchanges included, from q, k and v to its output or back; again: a
+        second forward, whose keys over tensor ranks are in its own steps."""
+        steps = self.steps.attention
+        if again:
+            steps = tuple(s for s in steps if s.axis != self._plan.tensor_axis)
+        exchanges, ring = self._attention(steps, phase)
         self._attend(into, exchanges, ring, backward=phase == "backward")
 
     def _forward(
-        self,
-        into: Timeline,
-        tensor: tuple[CommStep, ...],
-        attention: tuple[CommStep, ...],
-        phase: Phase,
-        *,
-        attends: bool = True,
+        self, into: Timeline, tensor: tuple[CommStep, ...], phase: Phase, *, attends: bool = True
     ) -> None:
         gathers, scatters = self._tensor(tensor, phase)
-        send = self.group.send
+        parts = [self] if self.second is None else [self, self.second]
+        cut = 0 if self.block.by_tokens else len(parts)
+        for index, part in enumerate(parts):
+            into.compute("norm", self.norm)
+            self.group.send(into, "the sequence", gathers[index : index + 1][:cut])
+            into.compute("q, k, v", part.qkv)
+            if attends:
+                part.attention(into, "forward", again=phase == "backward")
+            into.compute("output", part.out)
+            self.group.send(into, "sums", scatters[index : index + 1][:cut])
         into.compute("norm", self.norm)
-        send(into, "the sequence", gathers[:1])
-        into.compute("q, k, v", self.qkv)
-        if attends:
-            exchanges, ring = self._attention(attention, phase)
-            self._attend(into, exchanges, ring, backward=False)
-        into.compute("output", self.out)
-        send(into, "sums", scatters[:1])
-        into.compute("norm", self.norm)
-        send(into, "the sequence", gathers[1:])
+        self.group.send(into, "the sequence", gathers[cut:])
         into.compute("MLP", self.mlp)
-        send(into, "sums", scatters[1:])
+        self.group.send(into, "sums", scatters[cut:])
+
+    @cached_property
+    def second(self) -> Layer | None:
+        """The attention of a decoder over an encoder, as a layer without an MLP."""
+        block, cross, run = self.block, self.block.cross, self.run
+        if cross is None:
+            return None
+        kv = replace(block.parameters, kv=cross.kv, whole=0)
+        other = replace(block, mask="full", window=0, cross=None, parameters=kv)
+        steps = replace(self.steps, attention=self.steps.cross)
+        if not cross.source:
+            return replace(self, block=other, steps=steps, run=replace(run, documents=None))
+        plan = self._plan
+        length = -(-run.seq_len // (plan.ring_size * plan.ulysses_size))
+        every = ((float(length * cross.source), 1.0),)
+        return replace(
+            self, block=other, steps=steps, over=undivided(plan), source=cross.source,
+            run=replace(run, seq_len=length, documents=None),
+            layout=SequenceLayout("contiguous"), rounds=Rounds((every,), every),
+        )  # fmt: skip
 
     # --- attention ---------------------------------------------------------------------------
 
@@ -231,23 +229,35 @@ class Layer:
     @cached_property
     def norm(self) -> float:
         """A norm and a residual sum."""
-        moved = 5 * self.tokens / self._plan.tensor_size * self.hidden * self.element
+        ways = 1 if self.block.source else self._plan.tensor_size
+        moved = 5 * self.tokens / ways * self.hidden * self.element
         return stream_seconds(self._device, moved)
 
     @cached_property
     def qkv(self) -> float:
         """Projections, and positions applied to queries and keys."""
         b, t = self.block, self._plan.tensor_size
-        queries, keys = b.heads * b.head_dim / t, b.parameters.kv / (1 if t > b.kv_heads else t)
+        queries, kv = b.heads * b.head_dim / t, self._kv / (1 if t > b.kv_heads else t)
+        keys = 0.0 if self.source else kv
         inner = queries + keys / self.hidden
         rotary = stream_seconds(self._device, 2 * self.tokens * inner * self.element)
         made_of = b.latent.queries if b.latent and b.latent.queries else self.hidden
         found = self._product(queries * made_of + keys, inner) + rotary
+        if self.source:
+            tokens = self.run.batch * self.source
+            moved = (kv + tokens * (self.hidden + kv / self.hidden)) * self.element
+            found += dense_seconds(self._device, self._dtype, 2 * tokens * kv, tokens, moved)
         if b.parameters.whole:
             moved = (b.parameters.whole + self.tokens / t * 2 * self.hidden) * self.element
             flops = 2 * self.tokens / t * b.parameters.whole
             found += dense_seconds(self._device, self._dtype, flops, self.tokens / t, moved)
         return found
+
+    @property
+    def _kv(self) -> int:
+        """Parameters of its projections to keys and values."""
+        cross = self.block.cross
+        return self.block.parameters.kv - (cross.kv if cross is not None else 0)
 
     @cached_property
     def out(self) -> float:
@@ -274,7 +284,7 @@ class Layer:
 
     @property
     def _plan(self) -> ResolvedPlan:
-        return self.group.plan
+        return self.over or self.group.plan
 
     @property
     def _device(self) -> Device:
@@ -291,9 +301,8 @@ class Layer:
     ) -> tuple[list[CommStep], list[CommStep]]:
         """Gathers and scatters of a phase, one by one."""
         found = [s for s in steps if s.phase == phase]
-        kinds = ("all_gather", "reduce_scatter")
-        gathers, scatters = ([s for s in found if s.kind == kind] for kind in kinds)
-        return gathers, scatters
+        gathers = [s for s in found if s.kind == "all_gather"]
+        return gathers, [s for s in found if s.kind != "all_gather"]
 
     def _attention(
         self, steps: tuple[CommStep, ...], phase: Phase
@@ -301,3 +310,10 @@ class Layer:
         """Exchanges of ulysses, and steps of the ring."""
         own, ring = [s for s in steps if s.phase == phase], self._plan.ring_axis
         return [s for s in own if s.axis != ring], [s for s in own if s.axis == ring]
+
+
+def layer_of(group: Group, model: ModelShape, block: Block, steps: BlockSteps, run: Run) -> Layer:
+    """A block of a model, of which one sends `steps`; ``run`` as ranks see it, padded."""
+    over, own = seen_by(group.plan, block, run)
+    layout = SequenceLayout("contiguous") if block.source else layout_of(group.plan, model, run)
+    return Layer(group, block, steps, own, layout, model.hidden, over=over)

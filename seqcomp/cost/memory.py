@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from seqcomp.cost.outside import outputs_of
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block, ModelShape
+from seqcomp.cost.source import seen_by
 from seqcomp.cost.unfused import is_tiled, mask_bytes, takes_dense_mask
-from seqcomp.cost.workload import (
-    Widths,
-    apart_of,
-    outputs_of,
-    padded,
-    root_parameters,
-    sharding,
-    widths_of,
-)
+from seqcomp.cost.weights import apart_of, root_parameters, sharding
+from seqcomp.cost.widths import Widths, padded, widths_of
 from seqcomp.plan.resolve import ResolvedPlan
 
 _FEWEST = 1024  # tokens of a chunk of an MLP (runtime/chunked_mlp.py)
@@ -64,11 +59,23 @@ def local_tokens(plan: ResolvedPlan, run: Run) -> int:
 
 
 def cache_bytes(plan: ResolvedPlan, model: ModelShape, run: Run) -> int:
-    """Keys and values of all layers, of the tokens and KV heads that a rank attends with."""
-    return sum(
-        block.count * kv_tokens_bytes(plan, model, block, run, widths_of(plan, run).activation)
-        for block in model.blocks
-    )
+    """Keys and values of all layers, of the tokens and KV heads that a rank attends with: of an
+    encoder those that the decoder's layers make of it."""
+    e, found = widths_of(plan, run).activation, 0
+    for block in (b for b in model.blocks if b.cross is not None or not model.source):
+        found += block.count * kv_tokens_bytes(plan, model, block, run, e)
+        if block.cross is not None:
+            # Of another number of tokens they are whole on every rank.
+            own = replace(block, source=block.cross.source)
+            found += block.count * kv_tokens_bytes(*_seen(plan, model, own, run), e)
+    return found
+
+
+def _seen(
+    plan: ResolvedPlan, model: ModelShape, block: Block, run: Run
+) -> tuple[ResolvedPlan, ModelShape, Block, Run]:
+    over, own = seen_by(plan, block, run)
+    return over, model, block, own
 
 
 def kv_tokens_bytes(
@@ -91,11 +98,20 @@ def _state(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> It
     root = sum(root_parameters(plan, model))
     apart = [-(-one.words // t) + one.other for one in apart_of(plan, model)]
     units = [
-        n for block, own in zip(model.blocks, blocks, strict=True) for n in block.count * [own]
+        n
+        for block, own in zip(model.blocks, blocks, strict=True)
+        for n in block.count * [own]
+        if not block.parameters.with_root
     ]
     units += apart
+    root += sum(
+        block.count * own
+        for block, own in zip(model.blocks, blocks, strict=True)
+        if block.parameters.with_root
+    )
     whole = root + sum(units)
     held = -(-whole // ways) * width.kept
+    learnt = held - model.frozen // ways * width.kept
     fsdp = plan.plan.strategies.fsdp
     host = fsdp is not None and fsdp.offload == "cpu"
     note = f"shards of 1/{ways}" if ways > 1 else ""
@@ -103,9 +119,9 @@ def _state(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> It
         note += f"{', ' if note else ''}kept in {run.dtype}"
     yield HeldRow("parameters", held, note, host)
     if run.trains:
-        yield HeldRow("gradients", held, "as the parameters", host)
+        yield HeldRow("gradients", learnt, "as the parameters", host)
         note = "AdamW: two moments as the parameters"
-        yield HeldRow("optimizer state", 2 * held, note, host)
+        yield HeldRow("optimizer state", 2 * learnt, note, host)
     if fsdp is not None and ways > 1:
         reshard = fsdp.reshard or not run.trains
         wanted = sorted(units)[-2:] if reshard else units
@@ -132,17 +148,23 @@ def _activations(
         block.count * kept_of(plan, model, block, width, run, checkpoint) for block in model.blocks
     )
     how = "" if checkpoint == "none" else f"checkpoint: {checkpoint}"
+    if model.shared is not None:
+        # Tables of positions serve the heads of a rank over all tokens of its tensor group.
+        group = tokens * (plan.tensor_size if model.sequences == 1 else 1)
+        kept += group * model.shared.of(checkpoint, width.activation)
+    if model.sequences > 1 and plan.tensor_size > 1 and checkpoint != "none":  # gathered, for all
+        kept += tokens * plan.tensor_size * model.hidden * width.activation
     yield HeldRow("saved activations", round(kept), how, host)
     chunks, e = memory.loss_chunks, width.activation
-    own = model.logits_saved.of(e)
-    logits = 0.0 if chunks > 1 else own * model.vocab
-    ends = model.ends.of(e) + logits + plan.tensor_size * model.tables.of(e)
-    yield HeldRow("saved outside of blocks", round(tokens * ends), "embedding, head and loss")
+    logits = 0.0 if chunks > 1 else model.saved_of_logit(e, plan.tensor_size) * model.vocab
+    outside = tokens * (model.ends.of(e) + logits)
+    outside += run.batch * model.whole_ends.of(e) if model.whole_ends else 0
+    yield HeldRow("saved outside of blocks", round(outside), "embedding, head and loss")
     if outputs_of(plan) == "full" and model.vocab:
         size = run.batch * given * model.vocab * e  # without what fills the sequence up
         yield HeldRow("output logits", size, "whole on every rank; outputs: {logits: drop}")
     # The gradient of logits, in fp32 and as logits are; chunks make the logits then, too.
-    each = (4 + e) + (own + e if chunks > 1 else 0)
+    each = (4 + e) + (model.saved_of_logit(e, plan.tensor_size) + e if chunks > 1 else 0)
     loss = tokens * model.vocab * each / chunks
     again = 0.0
     if checkpoint != "none":
@@ -166,6 +188,8 @@ def made_again(
     whole = kept_of(plan, model, block, width, run, "none")
     if plan.plan.memory.checkpoint == "block":
         return whole
+    if block.source:
+        return whole - kept_of(plan, model, block, width, run, "selective")
     tokens = local_tokens(plan, run) * width.activation
     kept = kept_of(plan, model, block, width, run, "selective") - tokens * model.hidden
     if plan.tensor_size > 1:  # results of the reduce-scatters, which nothing saves in a first run
@@ -198,7 +222,13 @@ def kept_of(
 ) -> float:
     """What autograd keeps of one block on one rank, in bytes."""
     tokens, e = local_tokens(plan, run), width.activation
+    if block.source:
+        return _kept_whole(plan, model, block, e, run, checkpoint)
     kept = tokens * block.saved.of(checkpoint, e)
+    if block.whole is not None:  # keys and values of a source, by heads
+        kept += run.batch * block.whole.of(checkpoint, e) / plan.tensor_size
+    if block.starts_in_product and plan.tensor_size > 1 and checkpoint != "none":
+        kept += tokens * plan.tensor_size * model.hidden * e
     if checkpoint == "block":
         return kept
     keeps = checkpoint == "selective"
@@ -217,7 +247,8 @@ def kept_of(
     if u > 1:
         # Queries, keys, values and output between the exchanges; the output behind them too.
         between = u * (own.width + own.value_width + own.kv_heads * own.kv_head)
-        kept += group * e * between
+        exchanged = 1 + (block.cross is not None and not block.cross.source)
+        kept += exchanged * group * e * between
         if not keeps:
             kept -= tokens * block.saved.attended.of(e)
     elif t > block.kv_heads and not keeps:
@@ -233,12 +264,27 @@ def kept_of(
 
 def _scattered(block: Block) -> int:
     """Results of reduce-scatters of one block."""
-    return 1 if block.token_local else 2
+    return block.attentions + (not block.token_local)
+
+
+def _kept_whole(
+    plan: ResolvedPlan, model: ModelShape, block: Block, e: int, run: Run, checkpoint: str
+) -> float:
+    """Of a sequence that every rank has whole: tensor ranks share what is inside of attention and
+    MLP; what its norms are given and give, or its input, each of them keeps."""
+    assert block.whole is not None
+    kept, t = run.batch * block.whole.of(checkpoint, e), plan.tensor_size
+    one = run.batch * block.source * model.hidden * e
+    if checkpoint == "block" or t == 1:
+        return kept
+    outer = min(kept, one if checkpoint == "selective" else 4 * one)
+    sums = 2 * one if checkpoint == "selective" else 0
+    return outer + (kept - outer) / t + sums
 
 
 def _pairs_bytes(plan: ResolvedPlan, block: Block, width: Widths, run: Run) -> float:
     """A number for each head of a rank and each pair; 0 where attention is in tiles."""
-    if is_tiled(plan, run):
+    if is_tiled(plan, run) or block.source:
         return 0.0
     return width.activation * run.batch * run.seq_len**2 * block.heads / plan.tensor_size
 
@@ -254,6 +300,7 @@ def _working(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> 
 def _working_block(
     plan: ResolvedPlan, model: ModelShape, block: Block, width: Widths, run: Run
 ) -> float:
+    plan, run = seen_by(plan, block, run)
     tokens, e, t = local_tokens(plan, run), width.activation, plan.tensor_size
     group = tokens * t
     moved = 2 * group * model.hidden * e

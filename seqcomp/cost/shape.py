@@ -7,90 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from seqcomp.cost.parts import Bytes, Cross, KeyNorm, Latent, Parameters, Saved
 from seqcomp.layout.masks import Band, Causal, Full, Mask
 from seqcomp.plan.facts import AttentionFacts, ModelFacts
 from seqcomp.strategies.base import AttentionShape
 
-MaskKind = Literal["full", "causal", "window"]
-
-
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """Per token: ``fixed`` bytes and ``elements`` of the width of activations."""
-
-    fixed: float
-    elements: float
-
-    def of(self, element_bytes: int) -> float:
-        return self.fixed + self.elements * element_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What autograd keeps per token of a rank, by the plan's ``memory.checkpoint``.
-
-    On a rank whose tensors are all divided by the same degree (ring, data; Megatron-SP).
-    ``attended``: of ``none``, what attention alone keeps of its queries, keys, values and output,
-    in whose place Ulysses keeps them as they are between its exchanges.
-    """
-
-    none: Bytes
-    selective: Bytes
-    block: Bytes
-    attended: Bytes = Bytes(0, 0)
-
-    def of(self, checkpoint: str, element_bytes: int) -> float:
-        """Bytes per token."""
-        kept: Bytes = getattr(self, checkpoint)
-        return kept.of(element_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Parameters:
-    """Parameters of one block: ``matrices`` are cut by Megatron-SP, of them ``kv`` (the projections
-    to keys and values) no further than the KV heads; ``experts``, ``norms`` and ``whole``
-    (projections into a latent space, which tensor ranks run on tokens of their own) stay whole, and
-    of the matrices ``fused``, of which the work alone is divided (``fused_kv`` of them of ``kv``).
-    """
-
-    matrices: int
-    kv: int = 0
-    experts: int = 0
-    norms: int = 0
-    whole: int = 0
-    fused: int = 0
-    fused_kv: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.matrices + self.experts + self.norms + self.whole
-
-    def on_tensor_rank(self, degree: int, kv_heads: int) -> int:
-        """Of the matrices, how many one of ``degree`` ranks holds."""
-        own = self.kv - self.fused_kv
-        kv = own if degree > kv_heads else own // degree
-        return (self.matrices - own - self.fused) // degree + kv + self.fused
-
-
-@dataclass(frozen=True, slots=True)
-class Latent:
-    """Of latent attention (DeepSeek-V2, 2024), elements of a token: what queries are made of (0: of
-    the hidden state), what keys and values are made of, and the key that positions turn, one for
-    all heads."""
-
-    queries: int
-    keys: int
-    rotary: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeyNorm:
-    """A norm of the keys of each head: what autograd keeps of a token's keys of all KV heads, and
-    whether it has a weight. More tensor ranks than KV heads have all keys whole; a weight makes
-    each of them scale those of its own tokens, which are gathered then."""
-
-    kept: Bytes
-    weighted: bool
+MaskKind = Literal["full", "causal", "window", "data"]
+"""Of "data" no rule is known: it counts as full, and may be causal, as of packed documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +25,12 @@ class Block:
     experts, which tensor ranks run whole on tokens of their own. ``scores``: numbers that autograd
     keeps of each head and pair of positions, where no fused kernel has such attention (softcaps,
     sinks) and neither a ring nor ulysses, which attend in tiles, takes its place. ``ends_in_norm``:
-    its backward needs what its last sum over tensor ranks gave. ``key_norm``: behind the
-    projection to keys.
+    its backward needs what its last sum over tensor ranks gave. ``starts_in_product``: no norm
+    stands before it, so that tensor ranks gather its input before it is called. ``by_tokens``:
+    Megatron-SP leaves attention's linears whole, which run on a rank's own tokens. ``key_norm``:
+    behind the projection to keys. ``source``: tokens of a sequence that the model makes itself
+    (source.py), in place of the run's (0). ``whole``: what autograd keeps for each sequence
+    whatever its length.
     """
 
     count: int
@@ -124,12 +51,22 @@ class Block:
     latent: Latent | None = None
     ends_in_norm: bool = False
     key_norm: KeyNorm | None = None
+    starts_in_product: bool = False
+    by_tokens: bool = False
+    cross: Cross | None = None
+    source: int = 0
+    whole: Saved | None = None
+
+    @property
+    def attentions(self) -> int:
+        """Of one block."""
+        return 1 if self.cross is None else 2
 
     def attention_matrices(self, hidden: int) -> int:
-        """Parameters of the projections to queries and of the output."""
+        """Parameters of the projections to queries and of the output, of all attentions."""
         made_of = self.latent.queries if self.latent and self.latent.queries else hidden
         values = self.value_dim or self.head_dim
-        return self.heads * (self.head_dim * made_of + values * hidden)
+        return self.attentions * self.heads * (self.head_dim * made_of + values * hidden)
 
     @property
     def rule(self) -> Mask:
@@ -181,10 +118,13 @@ class ModelShape:
 
     ``embedding`` and ``head`` (0 where tied) count parameters that Megatron-SP cuts by vocabulary,
     ``other`` those that stay whole (last norm, learned positions). ``ends``: what autograd keeps
-    per token outside of the blocks; apart from that ``logits_saved``, of each logit, and
-    ``tables``, which all blocks share, of the tokens of a tensor group (cosines of positions).
-    ``apart`` counts parameters of these again: large ones that only one module has. ``by_tokens``:
-    linears of blocks that Megatron-SP does not cut, which is not counted.
+    per token outside of the blocks, of each logit ``logits_saved`` bytes apart from that. ``apart``
+    counts parameters of these again: large ones that only one module has. ``by_tokens``: linears
+    of blocks that Megatron-SP does not cut, which is not counted. Of ``other``, ``frozen`` are not
+    trained. ``wide_loss``: logits are made fp32 for the loss. ``shared``: what blocks keep
+    together, once for all (tables of positions, the result of an encoder). ``sequences`` are
+    embedded by the one embedding: of an encoder and its decoder where both are of tokens.
+    ``whole_ends``: what autograd keeps outside of the blocks for each sequence whatever its length.
     """
 
     name: str
@@ -195,11 +135,29 @@ class ModelShape:
     head: int
     other: int
     ends: Bytes
-    logits_saved: Bytes = Bytes(4, 0)
-    tables: Bytes = Bytes(0, 0)
+    logits_saved: float = 4.0
     tied: bool = False
     apart: tuple[Apart, ...] = ()
     by_tokens: tuple[str, ...] = ()
+    frozen: int = 0
+    wide_loss: bool = True
+    shared: Saved | None = None
+    sequences: int = 1
+    whole_ends: Bytes | None = None
+
+    @property
+    def source(self) -> str:
+        """How long the sequence of an encoder beside a decoder is; "" without one."""
+        crosses = [b.cross for b in self.blocks if b.cross is not None]
+        if not crosses:
+            return ""
+        own = crosses[0].source
+        return f"{own} tokens of its own" if own else "as many tokens as the decoder"
+
+    def saved_of_logit(self, element: int, tensor: int) -> float:
+        """Bytes, where activations have `element` and `tensor` ranks share the vocabulary, which
+        they do in fp32."""
+        return self.logits_saved if self.wide_loss or tensor > 1 else element
 
     @property
     def layers(self) -> int:
@@ -220,7 +178,8 @@ class ModelShape:
     @property
     def all_causal(self) -> bool:
         """Whether there is attention and all of it is causal."""
-        return bool(self.blocks) and all(block.mask == "causal" for block in self.blocks)
+        causal = (b.mask == "causal" and b.cross is None for b in self.blocks)
+        return bool(self.blocks) and all(causal)
 
     @property
     def facts(self) -> ModelFacts:
@@ -245,6 +204,15 @@ class ModelShape:
                 causal=block.mask == "causal",
                 mask=block.mask,
             )
+            if block.cross is not None:
+                yield AttentionFacts(
+                    where=f"layers.{first}.cross",
+                    heads=block.heads,
+                    kv_heads=block.kv_heads,
+                    head_dim=block.head_dim,
+                    causal=False,
+                    mask="full",
+                )
             first += block.count
 
     @classmethod

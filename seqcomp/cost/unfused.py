@@ -65,7 +65,7 @@ def computed(
     if not is_tiled(plan, run):
         every = ((float(run.seq_len**2), 1.0),)
         return Rounds((every,), every)
-    if block.mask == "full":
+    if block.mask in ("full", "data"):
         return work
     if layout.ring > 1 and layout.kind == "striped":
         return Rounds(tuple(map(_squares, work.each)), _squares(work.whole), work.rank)

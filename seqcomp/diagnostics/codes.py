@@ -228,6 +228,8 @@ _ROWS: tuple[tuple[str, Severity, str, str], ...] = (
      "What is not counted may be more than what is left."),
     ("SC425", "note", "windows are masks of all pairs here",
      "One device has no other way to say them; tiles know which keys a query sees."),
+    ("SC427", "note", "the length of an encoder's sequence is assumed",
+     "An estimate is told of one length."),
     # --- calls and ranks ------------------------------------------------------------------
     ("SC501", "error", "an argument is missing", "The model's forward requires it."),
     ("SC502", "error", "an unknown argument", "The model's forward does not take it."),

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from seqcomp.capture.edit import module_path, op_name
+from seqcomp.capture.edit import is_tensor, module_path, op_name
 from seqcomp.capture.export import Capture
 from seqcomp.capture.recognise import AttentionInfo
-from seqcomp.cost.shape import Bytes, KeyNorm
+from seqcomp.cost.parts import Bytes, KeyNorm
 from seqcomp.placement.features import is_linear
 from seqcomp.placement.megatron import TensorPlan, plan_tensor_axis
 
@@ -25,11 +25,13 @@ class CutWeights:
     """``whole``: names of the parameters that no degree cuts: fused and unpaired weights, norms;
     not keys and values beyond the KV heads. ``by_tokens``: modules of linears without a partner,
     which run on a rank's own tokens. ``rows``: of each module with a sum over tensor ranks, whether
-    more than additions stands behind it in its block."""
+    more than additions stands behind it in its block. ``bare``: blocks with nothing before their
+    first product."""
 
     whole: frozenset[str]
     by_tokens: tuple[str, ...]
     rows: tuple[tuple[str, bool], ...]
+    bare: frozenset[str] = frozenset()
 
     def ends_in_norm(self, block: str) -> bool:
         """Whether a block needs the result of its last sum for its backward."""
@@ -51,7 +53,8 @@ def cut_weights(
     whole = frozenset(capture.state[n] for n in capture.parameters if n not in cut)
     alone = (f.where.partition(":")[0] for f in plan.findings if f.code == "SC405")
     inside = [where for where in alone if _within(where, blocks)]
-    return CutWeights(whole, tuple(inside), tuple(_rows(capture, plan, blocks)))
+    bare = frozenset(b for b in blocks if _is_bare(capture, plan, b))
+    return CutWeights(whole, tuple(inside), tuple(_rows(capture, plan, blocks)), bare)
 
 
 def key_norms(capture: Capture) -> dict[str, KeyNorm]:
@@ -93,6 +96,16 @@ def _rows(capture: Capture, plan: TensorPlan, blocks: Sequence[str]) -> Iterator
         if plan.roles.get(node) == "row" and block is not None:
             behind = (n for n in nodes[at + 1 :] if _within(module_path(n), [block]))
             yield module_path(node), any(not _passes(n) for n in behind)
+
+
+def _is_bare(capture: Capture, plan: TensorPlan, block: str) -> bool:
+    for node in capture.graph.nodes:
+        if node.op == "call_function" and _within(module_path(node), [block]):
+            if plan.roles.get(node) is not None:
+                return True
+            if is_tensor(node) and not _passes(node):
+                return False
+    return False
 
 
 def _passes(node: Node) -> bool:

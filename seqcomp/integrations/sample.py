@@ -34,7 +34,7 @@ class SampleModel:
 @dataclass(frozen=True)
 class SampleInputs:
     """Random inputs of a model of tokens [batch, length], with labels (some of them ignored) where
-    it takes them, of images or of embedded tokens. dtype: of floating ones.
+    it takes them, of images, of speech or of embedded tokens. dtype: of floating ones.
 
     Raises PlanError SC309 for other models, SC503 where images do not give `length` tokens.
     """
@@ -53,16 +53,22 @@ class SampleInputs:
         model = build_model(self.spec)
         shapes = example_call(model, length=self.length, batch=self.batch)
         draw = torch.Generator().manual_seed(1)
-        if any(x.is_floating_point() for x in shapes.values()):
+        kind = getattr(torch, self.dtype)
+        media = {
+            n: torch.randn(x.shape, generator=draw, dtype=kind)
+            for n, x in shapes.items()
+            if x.is_floating_point()
+        }
+        if media:
             require_tokens(model, self.spec, self.length)
-            kind = getattr(torch, self.dtype)
-            return {n: torch.randn(x.shape, generator=draw, dtype=kind) for n, x in shapes.items()}
+        if len(media) == len(shapes):
+            return media
         words = min(
             (m.num_embeddings for m in model.modules() if isinstance(m, torch.nn.Embedding)),
             default=2,
         )
         ids = torch.randint(0, words, (self.batch, self.length), generator=draw)
-        call = dict.fromkeys(shapes, ids)
+        call = dict.fromkeys(shapes, ids) | media
         if "labels" in signature_of(model.forward).parameters:
             ignored = torch.rand(ids.shape, generator=draw) < 0.2
             call["labels"] = ids.masked_fill(ignored, IGNORED)

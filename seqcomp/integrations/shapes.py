@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from seqcomp.cost.named import load_shape
-from seqcomp.cost.shape import (
-    Apart,
-    Block,
-    Bytes,
-    Latent,
-    MaskKind,
-    ModelShape,
-    Parameters,
-    Saved,
-)
-from seqcomp.diagnostics import PlanError, diagnostic
-from seqcomp.layout.masks import Band
+from seqcomp.cost.parts import Bytes
+from seqcomp.cost.shape import Apart, Block, ModelShape
+from seqcomp.diagnostics import Diagnostic, PlanError, diagnostic
 from seqcomp.plan.facts import ModelFacts
 
 if TYPE_CHECKING:
     from torch import nn
 
     from seqcomp.capture.recognise import AttentionInfo
+    from seqcomp.integrations.block_memory import Memory
+
 
 _KINDS = ("hf", "titan", "python")
-_RANKS, _TOKENS = 2, 64  # of a rank, in the calls whose saved bytes are counted
 
 
 def read_shape(model: str) -> ModelShape:
@@ -43,93 +35,120 @@ def read_shape(model: str) -> ModelShape:
 def model_shape(model: nn.Module | str) -> ModelShape:
     """The shape of a module or of the one that a spec names, from captures on fake tensors.
 
-    Parameters are counted, heads and masks are those of a capture of the whole (of one block, where
-    all are equal and are called alike), and what autograd keeps is counted on the lowered graph of
-    one block of each kind, in bf16 and in fp32. Masks that depend on data count as full. The module
-    stays as it is.
+    Parameters are counted, heads and masks are those of a capture of the whole (of one block of
+    each list, where all are equal and are called alike), and what autograd keeps is counted on the
+    lowered graph of one block of each kind, in bf16 and in fp32. Masks that depend on data count as
+    full. An encoder beside a decoder has as many tokens as that, where the model does not make them
+    itself. The module stays as it is.
 
     Raises:
         PlanError: SC020, SC021 for specs, SC301, SC309 where it cannot be captured, SC022 where it
-            is not one list of blocks with one attention each.
+            is neither a list of blocks with one attention each nor an encoder and its decoder.
     """
     from seqcomp.capture.alike import called_alike
     from seqcomp.capture.blocks import blocks_of
     from seqcomp.capture.example import example_call
     from seqcomp.capture.facts import attentions_of, facts_of
+    from seqcomp.integrations.block_kinds import kind_of, signature_of
+    from seqcomp.integrations.block_memory import blocks_alone, with_memory
     from seqcomp.integrations.cut_weights import cut_weights, key_norms
     from seqcomp.integrations.models import build_model
+    from seqcomp.integrations.parts_of import parts_of
 
     module = build_model(model) if isinstance(model, str) else model
     name = model if isinstance(model, str) else type(model).__name__
     paths = blocks_of(module)
-    lists = {path.rpartition(".")[0] for path in paths}
-    alike = (
-        len(lists) == 1
-        and len({_signature(module.get_submodule(p)) for p in paths}) == 1
-        and called_alike(module, paths, example_call(module))
+    lists: dict[str, list[str]] = {}
+    for path in paths:
+        lists.setdefault(path.rpartition(".")[0], []).append(path)
+    call = example_call(module)
+    alike = 0 < len(lists) <= 2 and all(
+        len({signature_of(module.get_submodule(p)) for p in own}) == 1
+        and called_alike(module, own, call)
+        for own in lists.values()
     )
-    with _alone(module, paths[0]) if alike else nullcontext():
+    stands = {path: own[0] if alike else path for own in lists.values() for path in own}
+    firsts = tuple(own[0] for own in lists.values())
+    with blocks_alone(module, firsts) if alike else nullcontext():
         capture, infos = attentions_of(module)
         facts = facts_of(capture, infos, module)
         normed = key_norms(capture)
+        parts = parts_of(capture, list(lists.values()), stands)
         cut = cut_weights(capture, infos, paths)
-    inside = {
-        path: infos[:1] if alike else [i for i in infos if f"{i.where}.".startswith(f"{path}.")]
-        for path in paths
-    }
-    if len(lists) != 1 or any(len(found) != 1 for found in inside.values()):
-        raise PlanError(
-            diagnostic(
-                "SC022",
-                where=name,
-                message="the model is not one list of blocks with one attention each",
-                found=f"{len(paths)} blocks in {len(lists)} lists, {len(infos)} attentions",
-                legal="a decoder or an encoder, of tokens or of images",
-                help="seqcomp explain says what such a model sends and holds under a plan; of an "
-                "encoder-decoder the longer part can be priced alone (an encoder class, such as "
-                "T5EncoderModel), or give estimate a ModelShape of its own",
-            )
-        )
+    if parts is None:
+        raise PlanError(_refused(name, len(paths), len(lists), len(infos)))
+    alone = set(cut.by_tokens)
     groups: dict[Block, list[str]] = {}
     config = getattr(module, "config", None)
     sizes = _Sizes.of(module, paths, facts)
     for path in paths:
-        at = f"{paths[0] if alike else path}."
+        part, at = parts[stands[path]], f"{stands[path]}."
         own = {name.removeprefix(at) for name in cut.whole if name.startswith(at)}
-        kind = _kind(module.get_submodule(path), inside[path][0], sizes.hidden, config, own)
+        block = module.get_submodule(path)
+        kind = kind_of(block, part.infos, sizes.hidden, config, own, part.sources)
+        linears = _linears(module, part.infos)
+        by_tokens = kind.latent is None and bool(linears) and linears <= set(cut.by_tokens)
+        alone -= linears if by_tokens or kind.latent else set()
         kind = replace(
             kind,
+            by_tokens=by_tokens,
             ends_in_norm=cut.ends_in_norm(at[:-1]),
-            key_norm=normed.get(inside[path][0].where),
+            starts_in_product=at[:-1] in cut.bare,
+            key_norm=None if by_tokens else normed.get(part.infos[0].where),
         )
         groups.setdefault(kind, []).append(path)
-    blocks, tables, ends = [], Bytes(0, 0), Bytes(0, 0)
-    for kind, members in groups.items():
-        saved, shared, ends = _saved(module, members[0], sizes.hidden, facts.length)
-        blocks.append(replace(kind, count=len(members), saved=saved))
-        tables = max(tables, shared, key=lambda size: size.of(2))
-    of_logit = Bytes(0, 0)
-    if _has_head(module):
-        of_logit, ends = _without_logits(ends, sizes.vocab)
+    kept = with_memory(module, groups, sizes.hidden, facts.length)
+    blocks = tuple(
+        replace(block, count=len(own))
+        for block, own in zip(kept.kinds, groups.values(), strict=True)
+    )
+    shared = any(b.cross is not None and not b.cross.source for b in blocks)
     return ModelShape(
         name=name,
         hidden=sizes.hidden,
         vocab=sizes.vocab if _has_head(module) else 0,
-        blocks=tuple(blocks),
+        blocks=blocks,
         embedding=sizes.embedding,
         head=sizes.head,
         other=sizes.other,
-        ends=ends,
-        logits_saved=of_logit,
-        tables=tables,
+        ends=_without_logits(kept, sizes.vocab) if _has_head(module) else kept.ends,
         tied=sizes.head == 0 and _has_head(module),
         apart=tuple(_apart(module, paths, sizes)),
-        by_tokens=() if any(b.latent for b in blocks) else cut.by_tokens,
+        by_tokens=() if any(b.latent for b in blocks) else tuple(sorted(alone)),
+        frozen=sizes.frozen,
+        wide_loss=kept.wide_loss,
+        shared=kept.shared,
+        sequences=2 if shared else 1,
+        whole_ends=kept.whole_ends,
     )
 
 
-_PLACES = ("layer_idx", "layer_id", "layer_index")
-_NOTHING = Saved(Bytes(0, 0), Bytes(0, 0), Bytes(0, 0))
+def _linears(module: nn.Module, infos: Sequence[AttentionInfo]) -> set[str]:
+    """Paths of all linears of these attentions."""
+    from torch import nn
+
+    return {
+        f"{info.where}.{name}"
+        for info in infos
+        for name, part in module.get_submodule(info.where).named_modules()
+        if name and isinstance(part, nn.Linear)
+    }
+
+
+def _refused(name: str, blocks: int, lists: int, attentions: int) -> Diagnostic:
+    return diagnostic(
+        "SC022",
+        where=name,
+        message="the model is not one list of blocks with one attention each, nor an encoder and a "
+        "decoder whose blocks have a second one over it",
+        found=f"{blocks} blocks in {lists} lists, {attentions} attentions",
+        legal="a decoder, an encoder, or both; of tokens, of images or of speech",
+        help="seqcomp explain says what such a model sends and holds under a plan; a part can be "
+        "priced alone (a class for it), or give estimate a ModelShape of its own",
+    )
+
+
+_LOGITS = 4.0  # bytes that a cross-entropy in fp32 keeps of each logit
 
 
 def _has_head(module: nn.Module) -> bool:
@@ -138,13 +157,12 @@ def _has_head(module: nn.Module) -> bool:
     return not callable(head) or head() is not None
 
 
-def _without_logits(ends: Bytes, vocab: int) -> tuple[Bytes, Bytes]:
-    """What is kept of a logit by a cross-entropy, in fp32 or as logits are, and all else."""
-    for own in (Bytes(4, 0), Bytes(0, 1)):
-        left = Bytes(ends.fixed - own.fixed * vocab, ends.elements - own.elements * vocab)
-        if min(left.fixed, left.elements) >= 0:
-            return own, left
-    return Bytes(0, 0), ends
+def _without_logits(kept: Memory, vocab: int) -> Bytes:
+    """Logits and what the loss keeps of them are counted apart."""
+    ends, own = kept.ends, _LOGITS * vocab
+    if not kept.wide_loss:
+        return Bytes(ends.fixed, max(ends.elements - vocab, 0))
+    return Bytes(ends.fixed - own, ends.elements) if ends.fixed >= own else ends
 
 
 # --- parameters and heads --------------------------------------------------------------------
@@ -159,6 +177,7 @@ class _Sizes:
     embedding: int
     head: int
     other: int
+    frozen: int
 
     @classmethod
     def of(cls, module: nn.Module, paths: Sequence[str], facts: ModelFacts) -> _Sizes:
@@ -169,7 +188,8 @@ class _Sizes:
         hidden, vocab = facts.hidden, facts.vocab or 0
         embedding, head = Vocabulary.of(module, vocab, hidden).among(iter(rest))
         other = sum(p.numel() for p in rest) - embedding - head
-        return cls(hidden=hidden, vocab=vocab, embedding=embedding, head=head, other=other)
+        frozen = sum(p.numel() for p in rest if not p.requires_grad)
+        return cls(hidden, vocab, embedding, head, other, frozen=min(frozen, other))
 
 
 def _apart(module: nn.Module, paths: Sequence[str], sizes: _Sizes) -> Iterator[Apart]:
@@ -187,189 +207,3 @@ def _apart(module: nn.Module, paths: Sequence[str], sizes: _Sizes) -> Iterator[A
         words = sum(vocabulary.among(part.parameters()))
         other = sum(p.numel() for p in part.parameters()) - words
         yield Apart(words, other, first=isinstance(part, nn.Embedding))
-
-
-def _kind(
-    block: nn.Module, info: AttentionInfo, hidden: int, config: Any, whole: Collection[str]
-) -> Block:
-    """A block without its number and what it saves: equal for blocks of one kind.
-
-    whole: names of parameters that Megatron-SP does not cut, among them.
-    """
-    named = dict(block.named_parameters())
-    of_experts = {n: p for n, p in named.items() if "experts" in n.split(".") and p.dim() > 1}
-    matrix = {n: p for n, p in named.items() if p.dim() > 1 and n not in of_experts}
-    total = sum(p.numel() for p in named.values())
-    routed = sum(p.numel() for p in of_experts.values())
-    experts = _setting(config, ("num_local_experts", "num_experts", "n_routed_experts"))
-    experts = experts or max((p.shape[0] for p in of_experts.values()), default=0)
-    if of_experts:  # the router is whole on every rank, too
-        matrix = {n: p for n, p in matrix.items() if tuple(p.shape) != (experts, hidden)}
-    biases = sum(p.numel() for n, p in named.items() if p.dim() == 1 and whole and n not in whole)
-    latent, into_latent = _latent(config, hidden)
-    products = sum(p.numel() for p in matrix.values()) - into_latent
-    kv = min((latent.keys if latent else hidden) * _kv_width(info, latent), products)
-    active = _setting(config, ("num_experts_per_tok", "top_k")) or 1
-    queries = latent.queries if latent and latent.queries else hidden
-    heads = info.heads * (queries * info.head_dim + hidden * info.value_dim)
-    shared = own = products - heads - kv
-    if of_experts:
-        width = _setting(config, ("moe_intermediate_size", "intermediate_size"))
-        own = routed // max(experts, 1)
-    else:
-        width = _setting(config, ("intermediate_size", "n_inner", "ffn_dim"))
-        width = width or max((max(p.shape) for p in named.values() if p.dim() == 2), default=0)
-    mask, window = _mask(info)
-    fused = max(sum(p.numel() for n, p in matrix.items() if n in whole) - into_latent, 0)
-    rows = {info.kv_heads * info.head_dim, info.kv_heads * info.value_dim}
-    alone = [n for n, p in matrix.items() if n not in whole and rows & set(p.shape)]
-    return Block(
-        count=0,
-        saved=_NOTHING,
-        heads=info.heads,
-        kv_heads=info.kv_heads,
-        head_dim=info.head_dim,
-        value_dim=info.value_dim,
-        mask=mask,
-        window=window,
-        mlp_width=width,
-        gated=bool(width) and own > 2.5 * hidden * width,
-        experts=experts if of_experts else 0,
-        active=active if of_experts else 0,
-        token_local=bool(of_experts) and shared <= 0,
-        scores=_scores(info),
-        latent=latent,
-        parameters=Parameters(
-            products + biases,
-            kv,
-            routed,
-            total - products - biases - routed - into_latent,
-            into_latent,
-            fused=fused,
-            fused_kv=0 if len(alone) > 1 else min(kv, fused),
-        ),
-    )
-
-
-def _latent(config: Any, hidden: int) -> tuple[Latent | None, int]:
-    """Of latent attention its widths, and parameters of what projects into them."""
-    keys, rotary = (_setting(config, (n,)) for n in ("kv_lora_rank", "qk_rope_head_dim"))
-    if not keys:
-        return None, 0
-    latent = Latent(_setting(config, ("q_lora_rank",)), keys, rotary)
-    return latent, hidden * (latent.queries + keys + rotary)
-
-
-def _kv_width(info: AttentionInfo, latent: Latent | None) -> int:
-    """Elements of a token that the projections to keys and values give."""
-    turned = latent.rotary if latent else 0
-    return info.kv_heads * (info.head_dim - turned + info.value_dim)
-
-
-def _scores(info: AttentionInfo) -> int:
-    """Softmax keeps its result, tanh too; dropout its factors."""
-    return 1 + bool(info.softcap) + bool(info.dropout) if info.written else 0
-
-
-def _mask(info: AttentionInfo) -> tuple[MaskKind, int]:
-    if isinstance(info.mask, Band) and info.mask.low == 0:
-        return "window", info.mask.high + 1
-    return ("causal", 0) if info.causal else ("full", 0)
-
-
-def _setting(config: Any, names: tuple[str, ...]) -> int:
-    return next((v for n in names if isinstance(v := getattr(config, n, None), int)), 0)
-
-
-def _signature(block: nn.Module) -> tuple[Any, ...]:
-    """Equal for blocks that surely compute alike: classes, parameters, and all that is set on them
-    but their place; objects must be the same ones."""
-    settings = tuple(
-        (name, key, value if isinstance(value, str | int | float | bool) else id(value))
-        for name, part in block.named_modules()
-        for key, value in sorted(vars(part).items())
-        if not key.startswith("_") and key not in _PLACES
-    )
-    shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
-    return (tuple(type(part) for part in block.modules()), shapes, settings)
-
-
-# --- what autograd keeps ---------------------------------------------------------------------
-
-
-def _saved(
-    module: nn.Module, path: str, hidden: int, length: int | None
-) -> tuple[Saved, Bytes, Bytes]:
-    """Of one block, which keeps its input where all of it runs again, of what it shares with
-    others, and of all outside.
-
-    length: of the sequence, where the model makes it itself.
-    """
-    length = length or _RANKS * _TOKENS
-    with _alone(module, path):
-        wide = _counted(module, "fp32", length)
-        try:
-            narrow = _counted(module, "bf16", length)
-        except PlanError:
-            # Experts of transformers cannot be imitated in bf16 everywhere; halves are near.
-            narrow = {name: value / 2 for name, value in wide.items()}
-
-    def affine(name: str) -> Bytes:
-        elements = (wide[name] - narrow[name]) / 2
-        return Bytes(2 * narrow[name] - wide[name], elements)
-
-    kept = Saved(affine("none"), affine("selective"), Bytes(0, hidden), affine("attended"))
-    return kept, affine("tables"), affine("outside")
-
-
-def _counted(module: nn.Module, dtype: str, length: int) -> Mapping[str, float]:
-    """Bytes a token of a module of one block, in one dtype.
-
-    On a rank of a ring, whose attention keeps no scores however the model writes it.
-    """
-    from seqcomp.integrations.explain import Lowered, lowered
-    from seqcomp.report.block import block_bytes
-    from seqcomp.report.local import Saved as Tensors
-    from seqcomp.report.local import local_values
-    from seqcomp.report.memory import saved_bytes
-
-    plan = {
-        "mesh": {"ring": _RANKS},
-        "strategies": {"ring": {}},
-        "memory": {"checkpoint": "selective"},
-        "padding": "pad",
-    }
-
-    def of(what: Lowered) -> Mapping[str, float]:
-        tensors: Tensors = {}
-        values = local_values(what.program, what.batch, what.length, what.resolved.axes, tensors)
-        given = (what.program, values, tensors, what.resolved)
-        block, whole = block_bytes(*given), saved_bytes(*given)
-        found = {
-            "none": block.without,
-            "selective": block.kept,
-            "attended": block.attended,
-            "tables": block.shared,
-            "outside": whole.kept - block.kept - block.shared,
-        }
-        tensors.clear()  # what was imagined and the hooks that hold it would live for good
-        tokens = -(-length // _RANKS)
-        return {name: size / tokens for name, size in found.items()}
-
-    return lowered(module, plan, of, seq_len=length, dtype=dtype)
-
-
-@contextmanager
-def _alone(module: nn.Module, path: str) -> Iterator[None]:
-    """The module with one of its blocks for all of them."""
-    container, _, key = path.rpartition(".")
-    holder = module.get_submodule(container)
-    before = dict(holder._modules)
-    first = next(iter(before))
-    holder._modules.clear()
-    holder._modules[first if first.isdigit() else key] = before[key]
-    try:
-        yield
-    finally:
-        holder._modules.clear()
-        holder._modules.update(before)

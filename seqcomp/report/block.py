@@ -1,9 +1,11 @@
-"""What one block saves for the backward and keeps where it runs again, split by who else has it."""
+"""What blocks save for the backward and keep where they run again, by call."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from seqcomp.lowering import ops
 from seqcomp.lowering.program import Program
 from seqcomp.plan.resolve import ResolvedPlan
 from seqcomp.report.local import Saved
@@ -12,37 +14,45 @@ from seqcomp.report.storages import Values
 
 
 @dataclass(frozen=True)
-class BlockBytes:
-    """Of one call that runs again, in bytes: what it saves where it does not (`without`), of that
-    what attention alone saves, without its log-sum-exp (`attended`), and what it keeps (`kept`);
-    neither with what comes in beside the largest (`shared`), which other calls take, too.
+class CallBytes:
+    """Of one call of the block at `path`, in bytes: what it saves where it does not run again
+    (`without`), of that what divided attention alone saves, without its log-sum-exp (`attended`),
+    and what it keeps of its first run (`kept`). Of what several calls share the first has it.
     """
 
+    path: str
     without: int
     attended: int
     kept: int
-    shared: int
 
 
-def block_bytes(
+def bytes_by_call(
     program: Program, values: Values, saved: Saved, resolved: ResolvedPlan
-) -> BlockBytes:
-    """Of a program with one such call; arguments as of `memory_rows`."""
-    (rerun,) = program.checkpoints.values()
+) -> tuple[tuple[CallBytes, ...], int]:
+    """Of each call that runs again, in their order, and of all that is outside of them.
+
+    Arguments as of `memory_rows`.
+    """
+    reruns = list(program.checkpoints.values())
+    inside = {node for rerun in reruns for node in rerun.nodes}
     count = Count(values, saved, resolved, state_of(program, values))
-    inputs = count.inputs_of(rerun)
-    inside = set(rerun.nodes)
-    count.known |= count.saved_by(n for n in program.flat.nodes if n not in inside).keys()
-    attentions = {n for n in rerun.nodes if "attention" in n.meta}
-    rest = count.saved_by(n for n in rerun.nodes if n not in attentions)
-    own = count.saved_by(attentions)
-    largest = max(inputs, key=inputs.__getitem__)
-    shared = {k: n for k, n in inputs.items() if k != largest and k not in count.known}
-    count.known |= shared.keys()
-    attended = own.keys() - rest.keys() - {(n, "lse") for n in attentions}
-    return BlockBytes(
-        without=sum(n for k, n in (rest | own).items() if k not in shared),
-        attended=sum(own[key] for key in attended),
-        kept=sum(count.kept_of(rerun).values()),
-        shared=sum(shared.values()),
-    )
+    outside = count.saved_by(n for n in program.flat.nodes if n not in inside)
+    count.known |= outside.keys()
+    kept, whole, rows = set[Any](), set[Any](), []
+    for rerun in reruns:
+        attentions = {n for n in rerun.nodes if isinstance(n.target, ops.Attention)}
+        rest = count.saved_by(n for n in rerun.nodes if n not in attentions)
+        attended, own = count.saved_by(attentions), count.kept_of(rerun)
+        alone = attended.keys() - rest.keys() - {(n, "lse") for n in attentions}
+        without = rest | attended
+        rows.append(
+            CallBytes(
+                rerun.path,
+                without=sum(size for key, size in without.items() if key not in whole),
+                attended=sum(attended[key] for key in alone),
+                kept=sum(size for key, size in own.items() if key not in kept),
+            )
+        )
+        kept |= own.keys()
+        whole |= without.keys()
+    return tuple(rows), sum(outside.values())

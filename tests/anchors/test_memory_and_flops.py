@@ -12,8 +12,9 @@ from benchmarks.published.training import MFU as TABLE_MFU
 from seqcomp.cost.flops import flops_of
 from seqcomp.cost.memory import cache_bytes, kv_tokens_bytes
 from seqcomp.cost.named import load_shape
+from seqcomp.cost.parts import Bytes, Saved
 from seqcomp.cost.run import Run
-from seqcomp.cost.shape import Bytes, ModelShape, Saved
+from seqcomp.cost.shape import ModelShape
 from seqcomp.hardware.load import load_cluster
 from seqcomp.plan.load import load_plan
 from seqcomp.strategies.base import attention_flops

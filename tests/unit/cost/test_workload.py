@@ -13,7 +13,8 @@ from seqcomp.cost import decoder, memory
 from seqcomp.cost.memory import made_again, memory_rows
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import ModelShape
-from seqcomp.cost.workload import padded, widths_of, workload_of
+from seqcomp.cost.widths import padded, widths_of
+from seqcomp.cost.workload import workload_of
 from seqcomp.integrations.models import build_model
 from seqcomp.integrations.shapes import _apart, _Sizes
 from seqcomp.lowering import fsdp_units

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -256,6 +258,30 @@ def test_of_a_plain_module_linears_are_heads() -> None:
     assert found.among(module.parameters()) == (32, 32)
     module.head.weight = module.words.weight
     assert Vocabulary.of(module, 8, 4).among(module.parameters()) == (32, 0)
+
+
+def test_attention_whose_linears_run_by_tokens() -> None:
+    """Norms over all heads keep them whole: their weights are held and their gradients summed by
+    every tensor rank, and heads travel in place of hidden states."""
+    shape, length = model_shape(OLMO), 64
+    (block,) = shape.blocks
+    assert block.by_tokens
+    assert (block.key_norm, shape.by_tokens) == (None, ())
+    again = {**load_plan("ring_2+megatron_sp_4").to_dict(), "memory": {"checkpoint": "block"}}
+    for name in ("megatron_sp_2", again):
+        report = explain(OLMO, name, seq_len=length, dtype="bf16")
+        plan = resolve(load_plan(name), shape.facts, seq_len=length)
+        work = workload_of(plan, shape, Run(length))
+        sent = Counter[tuple[str, str]]()
+        for step in (*work.blocks[0].all, *(s for _, s in work.ends)):
+            sent[step.kind, step.phase] += step.bytes_sent
+        theirs = Counter[tuple[str, str]]()
+        for row in report.comm:
+            theirs[row.kind, row.phase] += row.bytes_sent
+        assert sent == theirs
+        held = {row.what: row.bytes for row in report.footprint}
+        rows = {row.what: row.bytes for row in memory_rows(plan, shape, Run(length))}
+        assert rows["parameters"] == held["parameters"]
 
 
 def test_what_has_no_partner_is_known() -> None:
