@@ -136,7 +136,9 @@ def _activations(
     chunks, e = memory.loss_chunks, width.activation
     own = model.logits_saved.of(e)
     logits = 0.0 if chunks > 1 else own * model.vocab
-    ends = model.ends.of(e) + logits + plan.tensor_size * model.tables.of(e)
+    # Latent keys are turned before tensor ranks gather them: tables of own tokens do.
+    group = 1 if any(b.latent for b in model.blocks) else plan.tensor_size
+    ends = model.ends.of(e) + logits + group * model.tables.of(e)
     yield HeldRow("saved outside of blocks", round(tokens * ends), "embedding, head and loss")
     if outputs_of(plan) == "full" and model.vocab:
         size = run.batch * given * model.vocab * e  # without what fills the sequence up
