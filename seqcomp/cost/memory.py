@@ -149,9 +149,14 @@ def _activations(
     )
     how = "" if checkpoint == "none" else f"checkpoint: {checkpoint}"
     if model.shared is not None:
-        # Tables of positions serve the heads of a rank over all tokens of its tensor group.
-        group = tokens * (plan.tensor_size if model.sequences == 1 else 1)
-        kept += group * model.shared.of(checkpoint, width.activation)
+        # Tables of positions serve the heads of a rank over all tokens of its tensor group; latent
+        # keys are turned before these are gathered.
+        own = model.sequences > 1 or any(b.latent for b in model.blocks)
+        kept += (
+            tokens
+            * (1 if own else plan.tensor_size)
+            * model.shared.of(checkpoint, width.activation)
+        )
     if model.sequences > 1 and plan.tensor_size > 1 and checkpoint != "none":  # gathered, for all
         kept += tokens * plan.tensor_size * model.hidden * width.activation
     yield HeldRow("saved activations", round(kept), how, host)
