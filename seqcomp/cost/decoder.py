@@ -52,7 +52,7 @@ def decoder_shape(
         active=active,
         token_local=experts > 0,
     )
-    embedding, turned = vocab * hidden, Bytes(0, 2 * head_dim if gated else 0)
+    embedding = vocab * hidden
     return ModelShape(
         name=name,
         hidden=hidden,
@@ -63,7 +63,7 @@ def decoder_shape(
         other=hidden * (1 if gated else 2),
         # The last norm, tokens.
         ends=Bytes(4 * hidden + 20, 2 * hidden),
-        shared=Saved(turned, turned, turned),
+        tables=Bytes(0, 2 * head_dim if gated else 0),
         tied=tied,
         apart=() if tied or embedding < LARGE else (Apart(embedding, first=True), Apart(embedding)),
     )

@@ -149,20 +149,15 @@ def _activations(
     )
     how = "" if checkpoint == "none" else f"checkpoint: {checkpoint}"
     if model.shared is not None:
-        # Tables of positions serve the heads of a rank over all tokens of its tensor group; latent
-        # keys are turned before these are gathered.
-        own = model.sequences > 1 or any(b.latent for b in model.blocks)
-        kept += (
-            tokens
-            * (1 if own else plan.tensor_size)
-            * model.shared.of(checkpoint, width.activation)
-        )
+        kept += tokens * model.shared.of(checkpoint, width.activation)
     if model.sequences > 1 and plan.tensor_size > 1 and checkpoint != "none":  # gathered, for all
         kept += tokens * plan.tensor_size * model.hidden * width.activation
     yield HeldRow("saved activations", round(kept), how, host)
     chunks, e = memory.loss_chunks, width.activation
     logits = 0.0 if chunks > 1 else model.saved_of_logit(e, plan.tensor_size) * model.vocab
-    outside = tokens * (model.ends.of(e) + logits)
+    # Latent keys are turned before tensor ranks gather them: tables of own tokens do.
+    group = 1 if any(b.latent for b in model.blocks) else plan.tensor_size
+    outside = tokens * (model.ends.of(e) + logits + group * model.tables.of(e))
     outside += run.batch * model.whole_ends.of(e) if model.whole_ends else 0
     yield HeldRow("saved outside of blocks", round(outside), "embedding, head and loss")
     if outputs_of(plan) == "full" and model.vocab:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from seqcomp.cost.parts import Bytes, Cross, KeyNorm, Latent, Parameters, Saved
@@ -122,8 +122,9 @@ class ModelShape:
     counts parameters of these again: large ones that only one module has. ``by_tokens``: linears
     of blocks that Megatron-SP does not cut, which is not counted. Of ``other``, ``frozen`` are not
     trained. ``wide_loss``: logits are made fp32 for the loss. ``shared``: what blocks keep
-    together, once for all (tables of positions, the result of an encoder). ``sequences`` are
-    embedded by the one embedding: of an encoder and its decoder where both are of tokens.
+    together, once for all (the result of an encoder); ``tables``: what does not learn of that, of
+    the tokens of a tensor group (cosines of positions). ``sequences`` are embedded by the one
+    embedding: of an encoder and its decoder where both are of tokens.
     ``whole_ends``: what autograd keeps outside of the blocks for each sequence whatever its length.
     """
 
@@ -142,6 +143,7 @@ class ModelShape:
     frozen: int = 0
     wide_loss: bool = True
     shared: Saved | None = None
+    tables: Bytes = field(default=Bytes(0, 0))
     sequences: int = 1
     whole_ends: Bytes | None = None
 

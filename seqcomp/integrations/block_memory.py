@@ -19,7 +19,7 @@ from seqcomp.report.local import Saved as SavedTensors
 from seqcomp.report.local import local_values
 
 _RANKS, _TOKENS = 2, 64  # of a rank, in the calls whose saved bytes are counted
-_OUTSIDE = ""
+_OUTSIDE, _TABLES = "", "tables"
 _PARTS = ("none", "selective", "attended")
 
 
@@ -36,13 +36,14 @@ class Kept:
 @dataclass(frozen=True)
 class Memory:
     """Of one kind of blocks each, and outside of them: ``ends`` for a token, ``whole_ends`` for
-    each sequence whatever its length. ``shared``: for a token, once for all blocks. ``wide_loss``:
-    the logits are fp32 for the loss."""
+    each sequence whatever its length. ``shared``: for a token, once for all blocks; apart from that
+    ``tables``, which do not learn. ``wide_loss``: the logits are fp32 for the loss."""
 
     kinds: tuple[Block, ...]
     ends: Bytes
     whole_ends: Bytes | None
     shared: Saved
+    tables: Bytes
     wide_loss: bool
 
 
@@ -88,7 +89,8 @@ def with_memory(
         tuple(found),
         ends,
         whole_ends if whole else None,
-        Saved(**shared, block=Bytes(0, hidden) if crosses else shared["selective"]),
+        Saved(**shared, block=Bytes(0, hidden if crosses else 0)),
+        of(_TABLES, "none")[0],
         not short[1][_OUTSIDE].narrow_loss,
     )
 
@@ -135,10 +137,10 @@ def _counted(module: nn.Module, dtype: str, length: int) -> Mapping[str, Kept]:
 def _by_path(what: Lowered) -> dict[str, Kept]:
     saved: SavedTensors = {}
     values = local_values(what.program, what.batch, what.length, what.resolved.axes, saved)
-    calls, outside = bytes_by_call(what.program, values, saved, what.resolved)
+    blocks = bytes_by_call(what.program, values, saved, what.resolved)
     saved.clear()  # or what was imagined and the hooks that hold it live for good
     found: dict[str, Kept] = defaultdict(lambda: Kept(0))
-    for call in calls:
+    for call in blocks.calls:
         before = found[call.path]
         found[call.path] = Kept(
             before.none + call.without,
@@ -151,7 +153,8 @@ def _by_path(what: Lowered) -> dict[str, Kept]:
         if op_name(node) == "aten.cross_entropy_loss"
     )
     narrow = any(x.element_size() < 4 for x in logits)
-    return {**found, _OUTSIDE: Kept(outside, narrow_loss=narrow)}
+    outside = Kept(blocks.outside, narrow_loss=narrow)
+    return {**found, _OUTSIDE: outside, _TABLES: Kept(blocks.tables)}
 
 
 @contextmanager

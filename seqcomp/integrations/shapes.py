@@ -118,6 +118,7 @@ def model_shape(model: nn.Module | str) -> ModelShape:
         frozen=sizes.frozen,
         wide_loss=kept.wide_loss,
         shared=kept.shared,
+        tables=kept.tables,
         sequences=2 if shared else 1,
         whole_ends=kept.whole_ends,
     )

@@ -14,10 +14,21 @@ from seqcomp.report.storages import Values
 
 
 @dataclass(frozen=True)
+class BlocksBytes:
+    """Of each call that runs again, in their order; of what comes into them and does not learn
+    (`tables`: of positions, masks), which serves all; and of all that is `outside` of them."""
+
+    calls: tuple[CallBytes, ...]
+    tables: int
+    outside: int
+
+
+@dataclass(frozen=True)
 class CallBytes:
     """Of one call of the block at `path`, in bytes: what it saves where it does not run again
     (`without`), of that what divided attention alone saves, without its log-sum-exp (`attended`),
-    and what it keeps of its first run (`kept`). Of what several calls share the first has it.
+    and what it keeps of its first run (`kept`). Of what several calls share the first has it, but
+    for tables.
     """
 
     path: str
@@ -28,16 +39,15 @@ class CallBytes:
 
 def bytes_by_call(
     program: Program, values: Values, saved: Saved, resolved: ResolvedPlan
-) -> tuple[tuple[CallBytes, ...], int]:
-    """Of each call that runs again, in their order, and of all that is outside of them.
-
-    Arguments as of `memory_rows`.
-    """
+) -> BlocksBytes:
+    """Bytes by call of a block; arguments as of `memory_rows`."""
     reruns = list(program.checkpoints.values())
     inside = {node for rerun in reruns for node in rerun.nodes}
     count = Count(values, saved, resolved, state_of(program, values))
     outside = count.saved_by(n for n in program.flat.nodes if n not in inside)
     count.known |= outside.keys()
+    tables = {k: n for rerun in reruns for k, n in count.inputs_of(rerun, learns=False).items()}
+    count.known |= tables.keys()
     kept, whole, rows = set[Any](), set[Any](), []
     for rerun in reruns:
         attentions = {n for n in rerun.nodes if isinstance(n.target, ops.Attention)}
@@ -55,4 +65,4 @@ def bytes_by_call(
         )
         kept |= own.keys()
         whole |= without.keys()
-    return tuple(rows), sum(outside.values())
+    return BlocksBytes(tuple(rows), sum(tables.values()), sum(outside.values()))

@@ -217,12 +217,13 @@ class Count:
                 found |= {k: v for k, v in own.items() if k not in given}
         return self._new(found)
 
-    def inputs_of(self, rerun: Rerun) -> Bytes:
-        """What comes into a call."""
+    def inputs_of(self, rerun: Rerun, *, learns: bool | None = None) -> Bytes:
+        """What comes into a call; with `learns` of that what does, or does not."""
         operands = dict.fromkeys(x for node in rerun.nodes for x in node.all_input_nodes)
         inside = set(rerun.nodes)
         given = [pytree.tree_leaves(self._values[x]) for x in operands if x not in inside]
-        return self._new(storages(x for leaves in given for x in leaves))
+        tensors = (x for leaves in given for x in leaves if isinstance(x, Tensor))
+        return self._new(storages(x for x in tensors if learns in (None, x.requires_grad)))
 
     def _new(self, found: Bytes) -> Bytes:
         return {key: size for key, size in found.items() if key not in self.known}

@@ -186,5 +186,5 @@ def test_large_embeddings_are_gathered_by_themselves(plan: Any) -> None:
 
 def test_what_is_apart_is_read_off_modules() -> None:
     module = build_model(LARGE)
-    sizes = _Sizes(64, BIG.vocab, BIG.embedding, BIG.head, 64)
+    sizes = _Sizes(64, BIG.vocab, BIG.embedding, BIG.head, 64, frozen=0)
     assert tuple(_apart(module, ["model.layers.0", "model.layers.1"], sizes)) == BIG.apart
