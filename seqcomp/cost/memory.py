@@ -11,7 +11,7 @@ from seqcomp.cost.outside import outputs_of
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block, ModelShape
 from seqcomp.cost.source import seen_by
-from seqcomp.cost.unfused import is_tiled, mask_bytes, takes_dense_mask
+from seqcomp.cost.unfused import held_masks, is_tiled, mask_bytes, takes_dense_mask
 from seqcomp.cost.weights import apart_of, root_parameters, sharding
 from seqcomp.cost.widths import Widths, padded, widths_of
 from seqcomp.plan.resolve import ResolvedPlan
@@ -42,9 +42,8 @@ def memory_rows(plan: ResolvedPlan, model: ModelShape, run: Run) -> tuple[HeldRo
     else:
         rows.append(HeldRow("keys and values", cache_bytes(plan, model, run), "of all layers"))
         rows.append(HeldRow("working layer", round(_working(plan, model, width, run))))
-    if any(takes_dense_mask(plan, block, run) for block in model.blocks):
-        size = mask_bytes(run, 1 if run.trains else 1 + width.activation)
-        rows.append(HeldRow("masks of windows", size, "of all pairs"))
+    masks = held_masks(plan, model, run, width.activation)
+    rows.append(HeldRow("masks of attention", masks, "of all pairs"))
     return tuple(row for row in rows if row.bytes)
 
 

@@ -57,6 +57,18 @@ def mask_bytes(run: Run, element: int) -> int:
     return element * run.batch * run.seq_len**2
 
 
+def held_masks(plan: ResolvedPlan, model: ModelShape, run: Run, element: int) -> int:
+    """Bytes of the masks of all pairs that all blocks share: of windows as they are made, and of
+    attention that is written out as they go into blocks that run again, to be added."""
+    again = run.trains and plan.plan.memory.checkpoint != "none" and not is_tiled(plan, run)
+    added = {(b.mask, b.window) for b in model.blocks if again and b.scores and b.mask != "full"}
+    made = any(
+        takes_dense_mask(plan, b, run) and (b.mask, b.window) not in added for b in model.blocks
+    )
+    own = mask_bytes(run, 1 if run.trains else 1 + element) if made else 0
+    return own + len(added) * mask_bytes(run, element)
+
+
 def computed(
     work: Rounds, plan: ResolvedPlan, block: Block, run: Run, layout: SequenceLayout
 ) -> Rounds:

@@ -158,10 +158,10 @@ def test_masks_of_windows_are_held_as_torch_keeps_them() -> None:
         for m in (window, plain)
     )
     assert ours - without == masks(16) == layers * batch * length**2 * 2
-    assert held(priced("data_2", window, seq_len=length, batch=batch))["masks of windows"] == (
+    assert held(priced("data_2", window, seq_len=length, batch=batch))["masks of attention"] == (
         batch * length**2
     )
-    assert "masks of windows" not in held(priced("ulysses_4", WINDOW))
+    assert "masks of attention" not in held(priced("ulysses_4", WINDOW))
 
     def explained(window: int | None, *, meta: bool = False) -> int:
         model = made(window).to("meta") if meta else made(window)

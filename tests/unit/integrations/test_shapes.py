@@ -104,10 +104,16 @@ def test_scores_that_are_written_down_are_held() -> None:
         assert (held > 2 * 4 * 2 * length**2) == scores
     # It ends in a norm, which wants the last sum over tensor ranks of a second run.
     again = {**load_plan("megatron_sp_2").to_dict(), "memory": {"checkpoint": "block"}}
-    report = explain(GEMMA, again, seq_len=64, dtype="bf16")
-    plan = resolve(load_plan(again), shape.facts, seq_len=64)
-    sent = workload_of(plan, shape, Run(64)).bytes_sent(shape, "backward")
+    report = explain(GEMMA, again, seq_len=length, dtype="bf16")
+    plan = resolve(load_plan(again), shape.facts, seq_len=length)
+    sent = workload_of(plan, shape, Run(length)).bytes_sent(shape, "backward")
     assert sent == report.bytes_sent("backward")
+    # Its mask is added, and comes into a block from outside.
+    held = {row.what: row.bytes for row in report.footprint}["saved activations"]
+    rows = {row.what: row.bytes for row in memory_rows(plan, shape, Run(length))}
+    ours = rows["saved activations"] + rows["saved outside of blocks"]
+    assert ours + rows["masks of attention"] == pytest.approx(held, rel=0.1)
+    assert rows["masks of attention"] == 2 * length**2
 
 
 LLAMA_TIED = f"{LLAMA}&tie_word_embeddings=true"

@@ -61,7 +61,7 @@ def test_as_autograd_keeps(name: str, plan: Any) -> None:
     shape, run = model_shape(spec), Run(S, BATCH, "fp32")
     resolved = resolve(load_plan(plan), shape.facts, seq_len=S)
     held = {row.what: row.bytes for row in memory_rows(resolved, shape, run)}
-    wanted = ("saved activations", "saved outside of blocks", "masks of windows")
+    wanted = ("saved activations", "saved outside of blocks", "masks of attention")
     assert sum(held.get(what, 0) for what in wanted) == pytest.approx(kept, rel=0.1)
 
 
