@@ -7,6 +7,7 @@ import math
 from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block, ModelShape
 from seqcomp.cost.source import source_tokens
+from seqcomp.cost.unfused import attends_again
 from seqcomp.layout.intervals import whole_area
 from seqcomp.plan.resolve import ResolvedPlan
 
@@ -28,7 +29,7 @@ def flops_of(plan: ResolvedPlan, model: ModelShape, run: Run) -> dict[str, float
     blocks = sum(b.count * _products(b, run.seq_len) for b in model.blocks) * sequences
     head_tokens = tokens if run.trains else sequences
     dense = blocks + 2 * head_tokens * model.hidden * model.vocab
-    full = seen = 0.0
+    full = seen = written = 0.0
     for block in model.blocks:
         length = block.source or run.seq_len
         shape = block.attention(sequences, length, 1, model.hidden)
@@ -36,10 +37,12 @@ def flops_of(plan: ResolvedPlan, model: ModelShape, run: Run) -> dict[str, float
         keys = length * source_tokens(block, run) if block.cross else 0
         full += each * (length**2 + keys)
         rule = block.rule if block.source else run.mask(block.rule)
-        seen += each * (whole_area(rule, length) + keys)
+        own = each * (whole_area(rule, length) + keys)
+        seen += own
+        written += own if attends_again(plan, block, run) else 0.0
     if not run.trains:
         return {"full": dense + full, "causal": dense + seen, "hw": dense + seen}
-    again = {"none": 0.0, "selective": blocks, "block": blocks + seen}
+    again = {"none": 0.0, "selective": blocks + written, "block": blocks + seen}
     return {
         "full": 3 * (dense + full),
         "causal": 3 * (dense + seen),

@@ -13,7 +13,7 @@ from seqcomp.cost.run import Run
 from seqcomp.cost.shape import Block, ModelShape
 from seqcomp.cost.source import seen_by, undivided
 from seqcomp.cost.timeline import Timeline
-from seqcomp.cost.unfused import Written, computed, takes_dense_mask, written
+from seqcomp.cost.unfused import Written, attends_again, computed, takes_dense_mask, written
 from seqcomp.cost.widths import dtype_of, layout_of
 from seqcomp.cost.workload import BlockSteps
 from seqcomp.hardware.cluster import Device
@@ -49,9 +49,11 @@ class Layer:
         self._forward(into, self.steps.tensor, "forward")
 
     def again(self, into: Timeline, *, keeps: bool) -> None:
-        """The forward that checkpoints run a second time in backward; keeps: without attention."""
+        """The forward that checkpoints run a second time in backward; keeps: without attention that
+        a kernel computes."""
         tensor = tuple(s for s in self.steps.again if s.axis == self._plan.tensor_axis)
-        self._forward(into, tensor, "backward", attends=not keeps)
+        attends = not keeps or attends_again(self._plan, self.block, self.run)
+        self._forward(into, tensor, "backward", attends=attends)
 
     def backward(self, into: Timeline) -> None:
         """Gradients, last piece first: twice the products, 2.5 x the attention."""

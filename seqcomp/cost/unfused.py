@@ -47,6 +47,12 @@ def is_tiled(plan: ResolvedPlan, run: Run) -> bool:
     return plan.ring_size * plan.ulysses_size > 1 or run.packed is not None
 
 
+def attends_again(plan: ResolvedPlan, block: Block, run: Run) -> bool:
+    """Whether a second run under ``checkpoint: selective`` attends again: what is kept is what a
+    kernel gave."""
+    return block.scores > 0 and not is_tiled(plan, run)
+
+
 def takes_dense_mask(plan: ResolvedPlan, block: Block, run: Run) -> bool:
     """Whether torch attends with a mask of all pairs: windows in whole attention."""
     return block.mask == "window" and not is_tiled(plan, run)

@@ -18,6 +18,7 @@ from seqcomp.cost.shape import Block, ModelShape
 from seqcomp.cost.unfused import Written, written
 from seqcomp.hardware.cluster import Cluster
 from seqcomp.integrations.explain import explain
+from seqcomp.plan.load import load_plan
 from seqcomp.runtime.attention import math_kernel
 from tests.fixtures.pricing import SMALL, held, ideal, masked, planned, priced
 
@@ -119,6 +120,20 @@ def test_a_window_without_tiles_computes_all_pairs() -> None:
         assert ("SC425" in codes) == (pairs == 4096**2)
     slow = attending("data_2", WINDOW, streaming(1e9))
     assert slow == pytest.approx(2 * 8 * 4096**2 / 1e9), "each head reads the mask"
+
+
+@pytest.mark.parametrize(
+    ("plan", "scores", "runs_again"),
+    [("data_2", 0, False), ("data_2", 1, True), ("ring_2", 1, False)],
+)
+def test_only_what_kernels_give_is_kept(plan: str, scores: int, runs_again: bool) -> None:
+    """Under selective checkpoints all other attention runs a second time, as under block."""
+    selective, block = (
+        priced({**load_plan(plan).to_dict(), "memory": {"checkpoint": kind}}, with_scores(scores))
+        for kind in ("selective", "block")
+    )
+    assert (selective.flops["hw"] == block.flops["hw"]) == runs_again
+    assert (selective.compute_seconds == pytest.approx(block.compute_seconds)) == runs_again
 
 
 def test_masks_of_windows_are_held_as_torch_keeps_them() -> None:
