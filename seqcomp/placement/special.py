@@ -9,6 +9,7 @@ from torch.fx import Node
 from seqcomp.capture.edit import argument, is_tensor, module_path, op_name, place_of
 from seqcomp.capture.pair_masks import BATCH_DIM, HEAD_DIM, MaskInput
 from seqcomp.capture.recognise import AttentionInfo
+from seqcomp.capture.sizes import Size
 from seqcomp.diagnostics import PlanError, diagnostic
 from seqcomp.placement.pointwise import pointwise_rule
 from seqcomp.placement.rule import Decision, Env, Rule, align, summed
@@ -31,7 +32,9 @@ def attention_rule(node: Node, env: Env) -> Decision:
     broadcast = any(env.shape(n)[0] != shape[0] for n in (q, k, v))
     if broadcast:
         tokens = ()  # one memory for all samples: kernels of blocks do not broadcast
-    by_head, tokens = _head_axes(env, info, tokens)
+    by_head, tokens = _head_axes(env, shape[1], tokens)
+    # Where heads stand before the samples, the axis that cuts them is in the first dim.
+    (batch,) = Spec((batch,)).without(by_head).dims
 
     def heads_of(item: Node) -> Dim:
         count = env.shape(item)[-3]
@@ -100,13 +103,15 @@ def _token_axes(env: Env, q: Node) -> tuple[str, ...]:
 
 
 def _head_axes(
-    env: Env, info: AttentionInfo, tokens: tuple[str, ...]
+    env: Env, heads: Size, tokens: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(axes that share out heads, axes that share out tokens) at attention."""
     axis = env.mesh.tensor
-    if axis is None or info.heads % env.mesh.degrees[axis]:
+    if axis is None:
         return (), tokens
-    return (axis,), tuple(a for a in tokens if a != axis)
+    # Samples that stand where heads do are of any number.
+    cut = heads.is_Integer and int(heads) % env.mesh.degrees[axis] == 0
+    return (axis,) if cut else (), tuple(a for a in tokens if a != axis)
 
 
 def _batch_dim(env: Env, operands: tuple[Node, ...]) -> Dim:
