@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import sympy
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from seqcomp.capture.structure import Structure
 from seqcomp.diagnostics import PlanError, diagnostic
 
+_UNRESERVED = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE, without a name in 3.11
 _SMALL = (2, 6)  # values that sizes of the call take first; one more of each tells them apart
 
 
@@ -230,14 +232,15 @@ def _real(parameter: Tensor, device: torch.device) -> Tensor:
     """The parameter, or zeros in its shape where it holds no values.
 
     Kernels insist on strides. On a CPU the zeros are pages that are never written, so that not even
-    the experts of a large mixture take memory.
+    the experts of a large mixture take memory; they may be more than the machine has.
     """
     if not parameter.is_meta and (0 not in parameter.stride() or not parameter.dim()):
         return parameter.detach()
-    if device.type != "cpu":
+    size = parameter.numel() * parameter.element_size()
+    if device.type != "cpu" or not size:
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
-    pages = np.zeros(parameter.numel() * parameter.element_size(), dtype=np.uint8)
-    return torch.from_numpy(pages).view(parameter.dtype).view(parameter.shape)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)
+    return torch.frombuffer(pages, dtype=parameter.dtype).view(parameter.shape)
 
 
 def _described(inputs: Sequence[Tensor]) -> str:

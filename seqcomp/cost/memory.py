@@ -283,7 +283,7 @@ def _kept_whole(
 
 def _pairs_bytes(plan: ResolvedPlan, block: Block, width: Widths, run: Run) -> float:
     """A number for each head of a rank and each pair; 0 where attention is in tiles."""
-    if is_tiled(plan, run) or block.source:
+    if is_tiled(plan, block, run) or block.source:
         return 0.0
     return width.activation * run.batch * run.seq_len**2 * block.heads / plan.tensor_size
 

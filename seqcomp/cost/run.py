@@ -106,4 +106,7 @@ class Run:
 
 def _filled(packed: Documents, length: int) -> str | None:
     left = length - packed.length
-    return f"{packed},{left}" if left > 0 and len(str(packed)) < 100 else None
+    if not left or min(packed.lengths, default=0) < 1:
+        return None
+    fit = f"{packed},{left}" if left > 0 else str(packed.of_length(length))
+    return fit if len(fit) < 100 else None

@@ -24,7 +24,8 @@ class Block:
     MLP, of which each token visits ``active``. ``token_local``: all of the MLP is
     experts, which tensor ranks run whole on tokens of their own. ``scores``: numbers that autograd
     keeps of each head and pair of positions, where no fused kernel has such attention (softcaps,
-    sinks) and neither a ring nor ulysses, which attend in tiles, takes its place. ``ends_in_norm``:
+    sinks) and neither a ring nor ulysses, which attend in tiles, takes its place; ``tiled``: it
+    runs in tiles under every plan, as with dropout and with masks of data. ``ends_in_norm``:
     its backward needs what its last sum over tensor ranks gave. ``starts_in_product``: no norm
     stands before it, so that tensor ranks gather its input before it is called. ``by_tokens``:
     Megatron-SP leaves attention's linears whole, which run on a rank's own tokens. ``key_norm``:
@@ -48,6 +49,7 @@ class Block:
     active: int = 0
     token_local: bool = False
     scores: int = 0
+    tiled: bool = False
     latent: Latent | None = None
     ends_in_norm: bool = False
     key_norm: KeyNorm | None = None

@@ -31,7 +31,7 @@ def written(plan: ResolvedPlan, block: Block, run: Run) -> Written | None:
     width than keys, to plain operations (runtime/attention/math_kernel.py); whole attention sinks,
     too (capture/recognise.py). Passes are counted on these."""
     capped = block.scores > 1
-    if is_tiled(plan, run):
+    if is_tiled(plan, block, run):
         if capped:
             return Written(21, 33, wide=True)
         narrow = block.value_dim not in (0, block.head_dim)
@@ -41,21 +41,22 @@ def written(plan: ResolvedPlan, block: Block, run: Run) -> Written | None:
     return Written(14, 18, wide=False) if capped else Written(10, 13, wide=False)
 
 
-def is_tiled(plan: ResolvedPlan, run: Run) -> bool:
-    """Whether attention runs tile by tile: where an axis divides the sequence there, and under
-    masks that depend on data."""
-    return plan.ring_size * plan.ulysses_size > 1 or run.packed is not None
+def is_tiled(plan: ResolvedPlan, block: Block, run: Run) -> bool:
+    """Whether attention runs tile by tile: where an axis divides the sequence there, under masks
+    that depend on data, and with dropout."""
+    divided = plan.ring_size * plan.ulysses_size > 1
+    return divided or run.packed is not None or block.tiled
 
 
 def attends_again(plan: ResolvedPlan, block: Block, run: Run) -> bool:
     """Whether a second run under ``checkpoint: selective`` attends again: what is kept is what a
     kernel gave."""
-    return block.scores > 0 and not is_tiled(plan, run)
+    return block.scores > 0 and not is_tiled(plan, block, run)
 
 
 def takes_dense_mask(plan: ResolvedPlan, block: Block, run: Run) -> bool:
     """Whether torch attends with a mask of all pairs: windows in whole attention."""
-    return block.mask == "window" and not is_tiled(plan, run)
+    return block.mask == "window" and not is_tiled(plan, block, run)
 
 
 def mask_bytes(run: Run, element: int) -> int:
@@ -66,8 +67,12 @@ def mask_bytes(run: Run, element: int) -> int:
 def held_masks(plan: ResolvedPlan, model: ModelShape, run: Run, element: int) -> int:
     """Bytes of the masks of all pairs that all blocks share: of windows as they are made, and of
     attention that is written out as they go into blocks that run again, to be added."""
-    again = run.trains and plan.plan.memory.checkpoint != "none" and not is_tiled(plan, run)
-    added = {(b.mask, b.window) for b in model.blocks if again and b.scores and b.mask != "full"}
+    again = run.trains and plan.plan.memory.checkpoint != "none"
+    added = {
+        (b.mask, b.window)
+        for b in model.blocks
+        if again and attends_again(plan, b, run) and b.mask != "full"
+    }
     made = any(
         takes_dense_mask(plan, b, run) and (b.mask, b.window) not in added for b in model.blocks
     )
@@ -80,7 +85,7 @@ def computed(
 ) -> Rounds:
     """With the pairs that plain operations and dense masks compute beside the visible ones:
     triangles as squares, or all pairs."""
-    if not is_tiled(plan, run):
+    if not is_tiled(plan, block, run):
         every = ((float(run.seq_len**2), 1.0),)
         return Rounds((every,), every)
     if block.mask in ("full", "data"):

@@ -78,6 +78,7 @@ def kind_of(
         active=active if of_experts else 0,
         token_local=bool(of_experts) and shared <= 0,
         scores=_scores(info),
+        tiled=info.pairs is not None or (bool(info.dropout) and info.mask is not None),
         latent=latent,
         cross=Cross(one, sources[1]) if len(infos) > 1 else None,
         source=sources[0],

@@ -16,7 +16,7 @@ from seqcomp.placement.features import is_linear
 from seqcomp.placement.megatron import TensorPlan, plan_tensor_axis
 
 _PASSES = ("add", "view", "reshape", "_to_copy", "to", "clone", "contiguous", "dropout",
-           "_unsafe_view", "alias")  # fmt: skip
+           "keyed_dropout", "_unsafe_view", "alias")  # fmt: skip
 """Operations whose backward needs no input."""
 
 

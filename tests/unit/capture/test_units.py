@@ -99,6 +99,16 @@ def test_a_model_without_weights_is_probed_too() -> None:
     assert unit.outputs[0][1] == Size(5)
 
 
+def test_weights_may_be_more_than_the_machine_could_hold() -> None:
+    """Of a large mixture's experts a few rows are read; they are 3 TiB here."""
+    with torch.device("meta"):
+        model = Outer(lambda self, x: x @ self.weight[:, :5])
+        model.inner.weight = nn.Parameter(torch.empty(6, 1 << 36, dtype=torch.float64))
+    _, (unit,) = captured(model)
+    assert unit.outputs[0][-1] == Size(5)
+    assert unit.kept is not None
+
+
 def counted(self: Inner, x: Tensor) -> Tensor:
     self.count += 1
     return x * 2

@@ -140,3 +140,10 @@ def test_a_search_knows_what_documents_spare() -> None:
     priced_again = estimate(planned("ring_8_contiguous"), SMALL, cluster, run)
     assert "documents of 512x8" in estimate_text(priced_again)
     assert priced_again.to_json()["documents"] == "512x8"
+
+
+@pytest.mark.parametrize(("lengths", "fit"), [((64, 64, 64), "64x2"), ((100,), "100,28")])
+def test_documents_that_do_not_add_up_get_those_that_do(lengths: tuple[int, ...], fit: str) -> None:
+    with pytest.raises(PlanError) as error:
+        Run(128, documents=lengths)
+    assert error.value.diagnostics[0].help == fit

@@ -116,6 +116,26 @@ def test_scores_that_are_written_down_are_held() -> None:
     assert rows["masks of attention"] == 2 * length**2
 
 
+GPT2 = "hf:GPT2LMHeadModel?n_embd=64&n_layer=1&n_head=4&vocab_size=128&n_positions=256"
+
+
+def test_dropout() -> None:
+    """With that of attention no plan holds s x s numbers, though no fused kernel has it; behind a
+    block's last sum it needs none of what that gives, which no second run sends."""
+    shape, length = model_shape(GPT2), 256
+    for checkpoint in ("none", "block"):
+        given = {**load_plan("megatron_sp_2").to_dict(), "memory": {"checkpoint": checkpoint}}
+        report = explain(GPT2, given, seq_len=length, dtype="bf16")
+        plan = resolve(load_plan(given), shape.facts, seq_len=length)
+        sent = workload_of(plan, shape, Run(length)).bytes_sent(shape, "backward")
+        assert sent == report.bytes_sent("backward")
+        held = {row.what: row.bytes for row in report.footprint}["saved activations"]
+        rows = {row.what: row.bytes for row in memory_rows(plan, shape, Run(length))}
+        ours = rows["saved activations"] + rows["saved outside of blocks"]
+        assert ours == pytest.approx(held, rel=0.1)
+        assert "masks of attention" not in rows
+
+
 LLAMA_TIED = f"{LLAMA}&tie_word_embeddings=true"
 
 
