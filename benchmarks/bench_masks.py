@@ -84,13 +84,13 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--windows", type=int, nargs="*", help="widths; 1/16 and 1/4 of the length")
     args = parser.parse_args()
     torch.set_num_threads(1)
     n = args.length
     cases = [
         Case("causal", Causal(), [], n * (n + 1) // 2),
-        window(n, n // 16),
-        window(n, n // 4),
+        *(window(n, width) for width in args.windows or (n // 16, n // 4)),
         documents(n, n // 8),
     ]
     taken: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
