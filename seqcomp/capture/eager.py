@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from seqcomp.capture.dropout import Dropped
-from seqcomp.capture.edit import Editor, argument, is_tensor, op_name
+from seqcomp.capture.edit import Editor, argument, is_tensor, op_name, transposed_dims
 from seqcomp.capture.export import Capture
 from seqcomp.capture.fills import Fill, filled_in, sum_of
 from seqcomp.capture.lead_dims import between_views, lead_of
@@ -385,10 +385,7 @@ def _transposed(capture: Capture, node: Node, before: Node) -> Node | None:
     """k [.., S, d] behind k^T, or made of it where it came to be in another way."""
     if not is_tensor(node) or node.op != "call_function":
         return None
-    name, ndim = op_name(node), node.meta["val"].ndim
-    last = [*range(ndim - 2), ndim - 1, ndim - 2]
-    swaps = name == "aten.transpose" and {d % ndim for d in node.args[1:3]} == set(last[-2:])
-    permutes = name == "aten.permute" and [d % ndim for d in node.args[1]] == last
-    if swaps or permutes or name in ("aten.mT", "aten.adjoint"):
+    ndim = node.meta["val"].ndim
+    if transposed_dims(node) == (*range(ndim - 2), ndim - 1, ndim - 2):
         return node.args[0]
     return Editor(capture).call(aten.transpose.int, (node, -2, -1), before=before)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from seqcomp.capture.edit import Editor, is_tensor, op_name
+from seqcomp.capture.edit import Editor, is_tensor, op_name, transposed_dims
 from seqcomp.capture.export import Capture
 from seqcomp.capture.score_products import as_matmul
 from seqcomp.capture.sizes import Size
@@ -65,7 +65,7 @@ def _apart(
         return None
     if name == "aten.repeat" and capture.shape(node.args[0]) == (lead[1], *shape[1:]):
         return editor.call(aten.unsqueeze.default, (node.args[0], 0), before=before)
-    if name == "aten.transpose" and {node.args[1] % 3, node.args[2] % 3} == {1, 2}:
+    if transposed_dims(node) == (0, 2, 1):
         source = _apart(capture, editor, node.args[0], lead, before)
         return source and editor.call(aten.transpose.int, (source, 2, 3), before=before)
     if name in _ALIKE and not any(is_tensor(x) for x in node.args[1:]):

@@ -96,18 +96,12 @@ def _state(plan: ResolvedPlan, model: ModelShape, width: Widths, run: Run) -> It
     blocks = [block_parameters(block, t) for block in model.blocks]
     root = sum(root_parameters(plan, model))
     apart = [-(-one.words // t) + one.other for one in apart_of(plan, model)]
-    units = [
-        n
-        for block, own in zip(model.blocks, blocks, strict=True)
-        for n in block.count * [own]
-        if not block.parameters.with_root
-    ]
-    units += apart
-    root += sum(
-        block.count * own
-        for block, own in zip(model.blocks, blocks, strict=True)
-        if block.parameters.with_root
-    )
+    units = apart
+    for block, own in zip(model.blocks, blocks, strict=True):
+        if block.parameters.with_root:
+            root += block.count * own
+        else:
+            units += block.count * [own]
     whole = root + sum(units)
     held = -(-whole // ways) * width.kept
     learnt = held - model.frozen // ways * width.kept
