@@ -13,11 +13,6 @@ from seqcomp.layout.tiles import Tile, TileTask
 SMALLEST_EDGE = 128
 """Rows of one tile along the lower edge of a band, at least."""
 
-SMALLEST_STRIP = 64
-
-ALIGNED = 16
-"""Keys of a strip are a multiple, where there are so many: kernels take longer for others."""
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -40,21 +35,13 @@ class BandCut:
     parts: tiles along the lower edge have the band's width over this as rows, at least
     SMALLEST_EDGE. One makes the fewest kernel calls; more leave fewer pairs to the two triangles at
     the edges, for kernels that are slower on these than on rectangles.
-    strip: a band of at most `widest` tokens is cut into so many queries (`keys`: keys) each, with
-    all keys (queries) that see them, and a mask for the corners: fewer and larger tiles, whose
-    results need not be added up along the queries (keys).
+    rows: a band of at most `widest` tokens is cut into so many queries each, with all keys that
+    they see, for kernels that leave out what is hidden in the corners.
     """
 
     parts: int = 1
-    strip: int = 0
+    rows: int = 0
     widest: int = 0
-    keys: bool = False
-
-    def rows(self, width: int) -> int:
-        """Of a strip of a band so wide; 0: it is not cut into strips."""
-        if width > self.widest:
-            return 0
-        return min(self.strip, max(SMALLEST_STRIP, width // 4))
 
 
 PLAIN = BandCut()
@@ -68,15 +55,12 @@ def split_band(
         return []
     if q.step != k.step:
         return _in_strips(limits, q, k, smallest)
-    down, up = _diagonals(limits, q, k)
+    down, up = diagonals(limits, q, k)
     first, last = max(0, -up), min(len(q), len(k) - down)
     if down > up or first >= last:
         return []
-    strip = cut.rows(up - down + 1)
-    if strip and limits.low is not None and last + down > 1:
-        if cut.keys:
-            return [t.transposed for t in _in_strips(limits.transposed, k, q, strip)]
-        return _in_strips(limits, q, k, strip)
+    if up - down < cut.widest and limits.low is not None and last + down > 1:
+        return _in_strips(limits, q, k, cut.rows)
     rows = max(smallest, (up - down + 1) // cut.parts)
     # Rows from `saturated` on see up to the last key, those before `opened` from the first one.
     saturated = len(k) - up if up < len(k) - 1 else 0
@@ -100,7 +84,7 @@ def keys_in_band(limits: Limits, q: range, k: range) -> range:
     if q.step != k.step:
         start, stop = _hull(limits, q, k)
         return range(start, stop) if band_area(limits, q, k) else range(0)
-    down, up = _diagonals(limits, q, k)
+    down, up = diagonals(limits, q, k)
     first, last = max(0, -up), min(len(q), len(k) - down)
     if down > up or first >= last:
         return range(0)
@@ -116,7 +100,7 @@ def band_area(limits: Limits, q: range, k: range) -> int:
     return total - (0 if high is None else _causal_area(-high - 1, q, k))
 
 
-def _diagonals(limits: Limits, q: range, k: range) -> tuple[int, int]:
+def diagonals(limits: Limits, q: range, k: range) -> tuple[int, int]:
     """(down, up): local query a sees the local keys a + down <= b <= a + up; equal steps."""
     gap = q.start - k.start
     down = -len(q) if limits.high is None else -((limits.high - gap) // q.step)
@@ -157,15 +141,15 @@ def _task(q_start: int, q_stop: int, k_start: int, k_stop: int, kind: Tile) -> l
 def _in_strips(limits: Limits, q: range, k: range, rows: int) -> list[TileTask]:
     """Some rows and all keys from the first to the last that they see are one tile."""
     tasks = []
-    seen, rows_seen = keys_in_band(limits, q, k), keys_in_band(limits.transposed, k, q)
+    rows_seen = keys_in_band(limits.transposed, k, q)
     for at in range(rows_seen.start, rows_seen.stop, rows):
         stop = min(at + rows, rows_seen.stop)
         part, keys = q[at:stop], keys_in_band(limits, q[at:stop], k)
         if not keys:
             continue
-        start = max(seen.start, keys.start - -len(keys) % ALIGNED)
-        whole = band_area(limits, part, k[start : keys.stop]) == len(part) * (keys.stop - start)
-        tasks += _task(at, stop, start, keys.stop, Tile.FULL if whole else Tile.PARTIAL)
+        whole = band_area(limits, part, k[keys.start : keys.stop]) == len(part) * len(keys)
+        kind = Tile.FULL if whole else Tile.PARTIAL
+        tasks += _task(at, stop, keys.start, keys.stop, kind)
     return tasks
 
 

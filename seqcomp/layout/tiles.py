@@ -22,9 +22,6 @@ class Tile(enum.Enum):
     PARTIAL = "partial"
 
 
-_TRANSPOSED = {Tile.CAUSAL: Tile.ANTICAUSAL, Tile.ANTICAUSAL: Tile.CAUSAL}
-
-
 @dataclass(frozen=True)
 class TileTask:
     """One kernel call: local queries [q_start, q_stop) against local keys [k_start, k_stop)."""
@@ -41,12 +38,6 @@ class TileTask:
         rows, columns = self.q_stop - self.q_start, self.k_stop - self.k_start
         triangle = self.kind in (Tile.CAUSAL, Tile.ANTICAUSAL)
         return rows * (rows + 1) // 2 if triangle else rows * columns
-
-    @property
-    def transposed(self) -> TileTask:
-        """Queries and keys in each other's place."""
-        kind = _TRANSPOSED.get(self.kind, self.kind)
-        return TileTask(self.k_start, self.k_stop, self.q_start, self.q_stop, kind)
 
     def moved(self, q: int, k: int) -> TileTask:
         """The same tile, q queries and k keys further."""

@@ -7,7 +7,7 @@ of one mask. No fused kernel can, so "math" computes where there is dropout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,10 @@ class TileDropout:
     p: float
     index: tuple[Tensor, Tensor, Tensor, Tensor]
     sizes: tuple[int, int, int, int]
+
+    def part(self, rows: slice, columns: slice) -> TileDropout:
+        samples, heads, queries, keys = self.index
+        return replace(self, index=(samples, heads, queries[rows], keys[columns]))
 
     def factors(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """[B, H, rows, keys]: 0 where a probability is dropped, 1 / (1 - p) elsewhere."""

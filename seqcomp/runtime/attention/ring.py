@@ -24,6 +24,7 @@ from seqcomp.layout.halves import Halves
 from seqcomp.layout.masks import Tile, TileTask
 from seqcomp.layout.travel import Travel
 from seqcomp.runtime.attention import math_kernel
+from seqcomp.runtime.attention.band_mask import BandMask
 from seqcomp.runtime.attention.heads import repeated
 from seqcomp.runtime.attention.heads import summed as summed_heads
 from seqcomp.runtime.attention.hidden_rows import HiddenRows
@@ -68,16 +69,16 @@ class Ring:
     def rank(self) -> int:
         return self.comm.rank if self.comm else 0
 
-    def tasks(self, source: int, phase: Phase) -> tuple[TileTask, ...]:
+    def tasks(self, source: int) -> tuple[TileTask, ...]:
         """This rank's queries against the block of ``source``."""
-        return self.tiling.tasks(self.rank, source, phase)
+        return self.tiling.tasks(self.rank, source)
 
     def own(self, phase: Phase) -> Halves:
         """The same of its own block: what comes before all others, and what behind them."""
         hops = not self.gathered and (self.size > 1 if self.travel is None else self.travel.steps)
         if phase == "backward" and hops:
             return self.tiling.halves(self.rank)
-        return Halves(self.tasks(self.rank, phase))
+        return Halves(self.tasks(self.rank))
 
     @property
     def route(self) -> Route | None:
@@ -137,15 +138,10 @@ def backward(
         # Not kept apart: the keys of all tiles together may be many times those of the block.
         dk, dv = home if source == ring.rank else (TokenSum(k_block), TokenSum(v_block))
         for task in tasks:
-            grads = _backward_tile(ring, task, source, (dout, q, out, lse), (k_block, v_block))
-            dq.add(task.q_start, task.q_stop, grads[0])
+            rows = (dout, q, out, lse)
+            _add_gradients(ring, task, source, rows, (k_block, v_block), (dq, dk, dv))
             if trained and task.kind is Tile.PARTIAL:
-                _add_mask_gradient(
-                    trained, ring, task, source, (dout, q, out, lse), (k_block, v_block)
-                )
-            keys = ring.keys(task, source)
-            dk.add(keys.start, keys.stop, grads[1])
-            dv.add(keys.start, keys.stop, grads[2])
+                _add_mask_gradient(trained, ring, task, source, rows, (k_block, v_block))
         if source != ring.rank:
             route.add(source, (dk.result(), dv.result()))
     return (dq.result(), *route.result()), trained
@@ -158,7 +154,7 @@ def _steps(
     comes again at the end, when the gradients of the last other one are under way."""
     own = ring.own(phase)
     for source, k_block, v_block in _blocks(ring, k, v, phase):
-        tasks = own.first if source == ring.rank else ring.tasks(source, phase)
+        tasks = own.first if source == ring.rank else ring.tasks(source)
         yield source, tasks, k_block, v_block
     del k_block, v_block
     if own.last:
@@ -274,24 +270,35 @@ def _forward_tile(
     return ring.kernel.forward(q, k, v, causal=task.kind is Tile.CAUSAL, **how)
 
 
-def _backward_tile(
+def _add_gradients(
     ring: Ring,
     task: TileTask,
     source: int,
     rows: tuple[Tensor, Tensor, Tensor, Tensor],
     keys: tuple[Tensor, Tensor],
-) -> Grads:
+    sums: tuple[TokenSum, TokenSum, TokenSum],
+) -> None:
+    """What one tile gives to dq, dk and dv."""
     dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
     k, v = _keys(ring, task, source, *keys)
     how = ring.how(task, source)
-    if task.kind is Tile.PARTIAL:
-        mask = ring.mask(task, source)
-        grads = ring.masked.backward(dout, q, k, v, out, lse, causal=False, mask=mask, **how)
+    tensors = (dout, q, k, v, out, lse)
+    own = ring.keys(task, source)
+    places = (slice(task.q_start, task.q_stop), own, own)
+    if task.kind is not Tile.PARTIAL:
+        grads = _without_mask(ring, task, tensors, how)
     else:
-        grads = _without_mask(ring, task, (dout, q, k, v, out, lse), how)
-    dq, dk, dv = grads
+        mask = ring.mask(task, source)
+        if isinstance(mask, BandMask) and ring.uses is None and dout.shape[-1] == v.shape[-1]:
+            into = tuple(x.room(at.start, at.stop) for x, at in zip(sums, places, strict=True))
+            ring.masked.backward(*tensors, causal=False, mask=mask, into=into, **how)
+            return
+        grads = ring.masked.backward(*tensors, causal=False, mask=mask, **how)
+    dq, *of_keys = grads
     wide = accumulator_dtype(q.dtype)
-    return dq, summed_heads(dk, ring.uses, wide), summed_heads(dv, ring.uses, wide)
+    dk, dv = (summed_heads(x, ring.uses, wide) for x in of_keys)
+    for total, at, grad in zip(sums, places, (dq, dk, dv), strict=True):
+        total.add(at.start, at.stop, grad)
 
 
 def _without_mask(
@@ -335,6 +342,7 @@ def _add_mask_gradient(
     dout, q, out, lse = (x[:, :, task.q_start : task.q_stop] for x in rows)
     k, v = _keys(ring, task, source, *keys)
     mask = ring.mask(task, source)
+    assert not isinstance(mask, BandMask), "a rule has nothing to train"
     if isinstance(mask, HiddenRows):  # as its kernels compute these rows
         q, mask = q.masked_fill(mask.swallowed(q), 0.0), mask.mask
     v = torch.nn.functional.pad(v, (0, dout.shape[-1] - v.shape[-1]))

@@ -30,16 +30,11 @@ from seqcomp.runtime.attention.rule_mask import RuleMask
 from seqcomp.runtime.attention.score_tile import ScoreTile
 from seqcomp.runtime.attention.tile_mask import TileMask
 from seqcomp.runtime.positions import positions
-from seqcomp.runtime.traffic import Phase
 
 # The CPU's flash kernel skips keys in blocks of 512: smaller triangles cost as much as squares, and
-# tiles of less than 128 rows and keys cost more in copies and sums than they spare. In narrow bands
-# a mask costs less than these: strips of the size at which the kernel is fastest, along what gets
-# one part then: the output in forward, dk and dv in backward.
-CPU_CUT: dict[Phase, BandCut] = {
-    "forward": BandCut(parts=2, strip=192, widest=2048),
-    "backward": BandCut(parts=2, strip=160, widest=4096, keys=True),
-}
+# tiles of less than 128 rows and keys cost more in copies and sums than they spare. What remains of
+# that in a narrow band costs more than the corners of strips, see cpu_matmul.
+CPU_CUT = BandCut(parts=2, rows=1024, widest=1024)
 CPU_GRAIN = Grain(smallest=128, largest=2048)
 LONGEST_MASK = 4096  # keys of one tile that needs a mask: what is evaluated stays O(tile)
 
@@ -52,14 +47,14 @@ class Tiling(ABC):
     device: torch.device
 
     @abstractmethod
-    def tasks(self, rank: int, source: int, phase: Phase = "forward") -> tuple[TileTask, ...]:
-        """The same pairs in both phases, maybe in other tiles."""
+    def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
+        """Each visible pair is in one."""
 
     def halves(self, rank: int) -> Halves:
         """The tiles of a rank's queries against its own keys, in two parts."""
         if rank not in self._halves:
             self._halves[rank] = halves(
-                self.tasks(rank, rank, "backward"), lambda found: _for_kernels(found, self.device)
+                self.tasks(rank, rank), lambda found: _for_kernels(found, self.device)
             )
         return self._halves[rank]
 
@@ -105,14 +100,14 @@ class StaticTiling(Tiling):
     device: torch.device
     real: int | None = None
 
-    def tasks(self, rank: int, source: int, phase: Phase = "forward") -> tuple[TileTask, ...]:
-        if (rank, source, phase) not in self._known:
+    def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
+        if (rank, source) not in self._known:
             queries, keys = self._ranges(rank), self._ranges(source)
             keys = keys if self.real is None else before(keys, self.real)
-            how = CPU_CUT[phase] if self.device.type == "cpu" else PLAIN
+            how = CPU_CUT if self.device.type == "cpu" else PLAIN
             found = tiles(self.rule, queries, keys, how)
-            self._known[rank, source, phase] = _for_kernels(found, self.device)
-        return self._known[rank, source, phase]
+            self._known[rank, source] = _for_kernels(found, self.device)
+        return self._known[rank, source]
 
     def travel(self) -> Travel | None:
         return self._travel
@@ -122,10 +117,10 @@ class StaticTiling(Tiling):
         return travel_of(self.rule, self.layout, self.length)
 
     @cached_property
-    def _known(self) -> dict[tuple[int, int, Phase], tuple[TileTask, ...]]:
+    def _known(self) -> dict[tuple[int, int], tuple[TileTask, ...]]:
         return {}
 
-    def mask(self, task: TileTask, rank: int, source: int, heads: Sequence[int]) -> Tensor:
+    def mask(self, task: TileTask, rank: int, source: int, heads: Sequence[int]) -> TileMask:
         q = slice_ranges(self._ranges(rank), task.q_start, task.q_stop)
         k = slice_ranges(self._ranges(source), task.k_start, task.k_stop)
         return self._mask.of(q, k)
@@ -168,7 +163,7 @@ class DataTiling(Tiling):
         self._best: dict[int, Tensor | None] = {}
         self._lock = threading.RLock()  # autograd may run backward in other threads
 
-    def tasks(self, rank: int, source: int, phase: Phase = "forward") -> tuple[TileTask, ...]:
+    def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
         with self._lock:
             if (rank, source) not in self._tasks:
                 self._tasks[rank, source] = self._made(rank, source)

@@ -73,14 +73,14 @@ def meanwhile(log: list[Any]) -> list[int]:
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of the backward go into the log of their ring."""
-    tile = ring._backward_tile
+    tile = ring._add_gradients
 
     def note(view: ring.Ring, task: TileTask, *rest: Any) -> Any:
         if isinstance(view.comm, Recorded):
             view.comm.log.append(task)
         return tile(view, task, *rest)
 
-    monkeypatch.setattr(ring, "_backward_tile", note)
+    monkeypatch.setattr(ring, "_add_gradients", note)
 
 
 def backward_of(ctx: RankContext, case: Case) -> tuple[list[Any], float]:
@@ -117,9 +117,7 @@ def test_hops_of_the_backward_have_tiles_behind_them(
 
 
 def test_control_nothing_is_kept_back(noted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        ring.Ring, "own", lambda self, phase: halves.Halves(self.tasks(self.rank, phase))
-    )
+    monkeypatch.setattr(ring.Ring, "own", lambda self, phase: halves.Halves(self.tasks(self.rank)))
     case = Case({"ring": 2}, "zigzag", length=64, batch=1)
     for log, wrong in run_ranks(lambda ctx: backward_of(ctx, case), case.sizes):
         assert wrong < 1e-10
@@ -133,6 +131,6 @@ def test_an_all_gather_computes_the_own_block_first(rule: Mask, noted: None) -> 
     case = Case({"ring": 2}, "zigzag", "allgather", rule=rule, length=64, batch=1)
     for rank, (log, wrong) in enumerate(run_ranks(lambda ctx: backward_of(ctx, case), case.sizes)):
         own = case.plan.layout.ring_ranges(64, rank)
-        tasks = list(tiles(rule, own, own, CPU_CUT["backward"]))
+        tasks = list(tiles(rule, own, own, CPU_CUT))
         assert log[: len(tasks)] == tasks
         assert wrong < 1e-10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def test_each_token_is_first_once(given_parts: list[tuple[int, int]]) -> None:
 
 
 class Watched(TorchDispatchMode):
-    """Pairs that the CPU's flash kernel computes, and how many of its gradients live at once."""
+    """Pairs that the kernels of CPUs compute, and how many of flash's gradients live at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,6 +47,8 @@ class Watched(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func._schema.name
+        if name == "aten::baddbmm":  # the scores of cpu_matmul, in both phases
+            self.pairs += out.numel()
         if name == "aten::_scaled_dot_product_flash_attention_for_cpu":
             rows, keys, causal = args[0].shape[2], args[1].shape[2], args[4:5] == (True,)
             # It skips keys that a block of queries does not see in blocks of 512.
@@ -60,15 +63,34 @@ class Watched(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("mask", [Band(0, 1023), Causal()])
-def test_a_window_costs_what_is_seen(mask: Band | Causal) -> None:
-    length = 3072 if isinstance(mask, Band) else 2048
+def watched(mask: Band | Causal, length: int, *, backward: bool) -> tuple[Watched, float]:
+    """And the pairs computed for each that is seen, in one phase."""
     inputs = [torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3)]
-    with Watched() as watched:
-        plan = AttentionPlan(mask, SequenceLayout("contiguous", 1))
-        attention(*inputs, plan).sum().backward()
+    found = Watched()
+    plan = AttentionPlan(mask, SequenceLayout("contiguous", 1))
+    with contextlib.nullcontext() if backward else found:
+        out = attention(*inputs, plan)
+    if backward:
+        with found:
+            out.sum().backward()
     i = torch.arange(length)
-    visible = int(mask.visible(i[:, None], i[None]).sum())
-    assert visible < watched.pairs <= 1.2 * visible, watched.pairs / visible
-    assert watched.calls > 15
-    assert watched.alive <= 9  # of three tiles
+    return found, found.pairs / int(mask.visible(i[:, None], i[None]).sum())
+
+
+def test_a_triangle_costs_what_is_seen() -> None:
+    assert 1 < watched(Causal(), 2048, backward=False)[1] <= 1.2
+    found = watched(Causal(), 2048, backward=True)[0]
+    assert found.calls > 15
+    assert found.alive <= 9  # of three tiles
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("window", "most"), [(256, 1.3), (512, 1.16), (1024, 1.08)])
+def test_a_narrow_window_costs_what_is_seen(window: int, most: float, backward: bool) -> None:
+    found, ratio = watched(Band(0, window - 1), 3072, backward=backward)
+    assert found.calls == 0, "no part of it is left to flash"
+    assert 1 < ratio <= most
+
+
+def test_a_window_costs_what_is_seen() -> None:
+    assert 1 < watched(Band(0, 1535), 4096, backward=False)[1] <= 1.2
