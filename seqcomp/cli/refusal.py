@@ -15,6 +15,9 @@ from seqcomp.diagnostics import PlanError, diagnostic
 
 REFUSED, WRONG_USAGE = 1, 2
 
+_OPTIONS = ("documents",)
+"""Places that only an option of a command fills, never a plan."""
+
 
 def refusal(
     error: PlanError,
@@ -28,7 +31,8 @@ def refusal(
 
     Args:
         head: what stands before the diagnostics in JSON, which goes to standard output.
-        usage: codes that mean that the command was called in a wrong way.
+        usage: codes that mean that the command was called in a wrong way, as the places of options
+            do.
     """
     if debug:
         traceback.print_exception(error)
@@ -37,7 +41,7 @@ def refusal(
     if as_json:
         found = [item.to_json() for item in error.diagnostics]
         typer.echo(json.dumps({**head, "diagnostics": found}, indent=2))
-    wrong = any(item.code in usage for item in error.diagnostics)
+    wrong = any(item.code in usage or item.where in _OPTIONS for item in error.diagnostics)
     return typer.Exit(WRONG_USAGE if wrong else REFUSED)
 
 

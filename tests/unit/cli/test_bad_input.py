@@ -49,3 +49,16 @@ def test_numbers(text: str) -> None:
     with pytest.raises(typer.BadParameter, match=r"found: .*allowed: whole numbers from 1 to"):
         whole(text)
     assert whole("131_072") == whole(131072) == 131072
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "estimate ring_8 --model llama3-8b --cluster h100",
+        "search --model llama3-8b --cluster h100 --gpus 8",
+        "explain ring_8 --model titan:llama3/debugmodel",
+    ],
+)
+def test_documents_that_do_not_fill_a_sequence_are_wrong_usage(words: str, run: Any) -> None:
+    code, _, err = run(*words.split(), "--seq-len", "8192", "--documents", "4096,100")
+    assert (code, "fix: 4096,100,3996" in err) == (2, True)
