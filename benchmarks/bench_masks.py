@@ -46,7 +46,8 @@ def seconds(mask: Mask | PairMask, leaves: list[torch.Tensor], args: Any) -> tup
     torch.manual_seed(0)
     # As they come from projections: the heads of a token side by side.
     shape = (1, args.length // args.ranks, args.heads, args.head_dim)
-    *whole, cotangent = [torch.randn(shape).transpose(1, 2) for _ in range(4)]
+    dtype = getattr(torch, args.dtype)
+    *whole, cotangent = [torch.randn(shape, dtype=dtype).transpose(1, 2) for _ in range(4)]
 
     def fn(context: Any) -> tuple[float, float]:
         inputs = [x.clone().requires_grad_() for x in whole]
@@ -85,6 +86,7 @@ def main() -> int:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--windows", type=int, nargs="*", help="widths; 1/16 and 1/4 of the length")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
     torch.set_num_threads(1)
     n = args.length

@@ -53,9 +53,11 @@ class Attention(Op):
         parts = layout.ring * (ulysses.size if ulysses else 1)
 
         @functools.lru_cache(maxsize=4)
-        def rule_on(dealt: int, device: torch.device, real: int | None) -> StaticTiling:
+        def rule_on(
+            dealt: int, device: torch.device, real: int | None, dtype: torch.dtype
+        ) -> StaticTiling:
             assert self.mask is not None, "neither a mask nor a tiling"
-            return StaticTiling(self.mask, layout, dealt, device, real)
+            return StaticTiling(self.mask, layout, dealt, device, real, dtype)
 
         def sharded_attention(
             q: Tensor,
@@ -67,7 +69,7 @@ class Attention(Op):
             dropout: PairDropout | None = None,
         ) -> Tensor:
             if tiling is None:
-                tiling = rule_on(q.shape[2] * parts, q.device, length)
+                tiling = rule_on(q.shape[2] * parts, q.device, length, q.dtype)
             return attention(
                 q, k, v, plan, tiling, sinks, dropout=dropout,
                 ring=ring, ulysses=ulysses, length=length, label=self.label,

@@ -49,6 +49,11 @@ class BandMask:
             strip = replace(self, down=down, up=up, rows=stop - start, columns=last - first)
             yield slice(start, stop), slice(first, last), strip
 
+    @property
+    def transposed(self) -> BandMask:
+        """Rows and columns in each other's place."""
+        return BandMask(-self.up, -self.down, self.columns, self.rows, self.bias)
+
     def whole(self) -> Tensor | None:
         """[rows, columns], to be added; None where nothing is hidden."""
         if not any(True for _ in self.corners()):

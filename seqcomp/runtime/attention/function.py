@@ -82,7 +82,7 @@ def attention(
     if tiling is None:
         assert plan.mask is not None, "neither a mask nor a tiling"
         dealt = q.shape[2] * (ulysses.size if ulysses else 1) * plan.layout.ring
-        tiling = StaticTiling(plan.mask, plan.layout, dealt, q.device, length)
+        tiling = StaticTiling(plan.mask, plan.layout, dealt, q.device, length, q.dtype)
     drop = None
     if dropout is not None:
         dealt = q.shape[2] * (ulysses.size if ulysses else 1) * plan.layout.ring

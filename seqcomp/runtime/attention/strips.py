@@ -42,7 +42,7 @@ def forward(
 
 def backward(
     inner: Callable[..., Grads],
-    rows: int,
+    columns: int,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -54,9 +54,13 @@ def backward(
     into: Grads,
     **how: Any,
 ) -> None:
-    """``inner``: a kernel's backward; adds to ``into``, dq, dk and dv in accumulator dtype."""
-    for own, keys, strip in mask.strips(rows):
-        if not strip.columns:
+    """``inner``: a kernel's backward; adds to ``into``, dq, dk and dv in accumulator dtype.
+
+    Strips of columns: of dk and dv, two tensors, each gets one part then.
+    """
+    for keys, own, turned in mask.transposed.strips(columns):
+        strip = turned.transposed
+        if not strip.rows:
             continue
         own_dout, own_q, own_out, own_lse = (x[:, :, own] for x in (dout, q, out, lse))
         tensors = (own_dout, own_q, k[:, :, keys], v[:, :, keys], own_out, own_lse)

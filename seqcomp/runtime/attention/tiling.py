@@ -33,8 +33,10 @@ from seqcomp.runtime.positions import positions
 
 # The CPU's flash kernel skips keys in blocks of 512: smaller triangles cost as much as squares, and
 # tiles of less than 128 rows and keys cost more in copies and sums than they spare. What remains of
-# that in a narrow band costs more than the corners of strips, see cpu_matmul.
-CPU_CUT = BandCut(parts=2, rows=1024, widest=1024)
+# that in a narrow band costs more than the corners of strips: see cpu_matmul, and strips for half
+# precision, which that does not take.
+CPU_CUT = BandCut(parts=2, rows=4096, widest=1024)
+CPU_HALF_CUT = replace(CPU_CUT, widest=2048)
 CPU_GRAIN = Grain(smallest=128, largest=2048)
 LONGEST_MASK = 4096  # keys of one tile that needs a mask: what is evaluated stays O(tile)
 
@@ -92,22 +94,29 @@ class Tiling(ABC):
 
 @dataclass(frozen=True)
 class StaticTiling(Tiling):
-    """A mask that is a rule on positions. `real` of `length` tokens are not padding."""
+    """A mask that is a rule on positions. `real` of `length` tokens are not padding. `dtype`: of
+    the queries that it is cut for."""
 
     rule: Mask
     layout: SequenceLayout
     length: int
     device: torch.device
     real: int | None = None
+    dtype: torch.dtype = torch.float32
 
     def tasks(self, rank: int, source: int) -> tuple[TileTask, ...]:
         if (rank, source) not in self._known:
             queries, keys = self._ranges(rank), self._ranges(source)
             keys = keys if self.real is None else before(keys, self.real)
-            how = CPU_CUT if self.device.type == "cpu" else PLAIN
-            found = tiles(self.rule, queries, keys, how)
+            found = tiles(self.rule, queries, keys, self._cut)
             self._known[rank, source] = _for_kernels(found, self.device)
         return self._known[rank, source]
+
+    @property
+    def _cut(self) -> BandCut:
+        if self.device.type != "cpu":
+            return PLAIN
+        return CPU_CUT if self.dtype.itemsize >= 4 else CPU_HALF_CUT
 
     def travel(self) -> Travel | None:
         return self._travel

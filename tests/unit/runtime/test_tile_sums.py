@@ -63,9 +63,11 @@ class Watched(TorchDispatchMode):
         return out
 
 
-def watched(mask: Band | Causal, length: int, *, backward: bool) -> tuple[Watched, float]:
+def watched(
+    mask: Band | Causal, length: int, *, backward: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Watched, float]:
     """And the pairs computed for each that is seen, in one phase."""
-    inputs = [torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3)]
+    inputs = [torch.randn(1, 1, length, 8, requires_grad=True, dtype=dtype) for _ in range(3)]
     found = Watched()
     plan = AttentionPlan(mask, SequenceLayout("contiguous", 1))
     with contextlib.nullcontext() if backward else found:
@@ -94,3 +96,10 @@ def test_a_narrow_window_costs_what_is_seen(window: int, most: float, backward: 
 
 def test_a_window_costs_what_is_seen() -> None:
     assert 1 < watched(Band(0, 1535), 4096, backward=False)[1] <= 1.2
+
+
+def test_half_precision_runs_in_strips() -> None:
+    """Of 192 queries in forward, and of as many keys in backward."""
+    mask = Band(0, 1535)
+    assert watched(mask, 4096, backward=False, dtype=torch.bfloat16)[1] <= 1.15
+    assert watched(mask, 4096, backward=True, dtype=torch.bfloat16)[0].calls == -(-4096 // 192)
